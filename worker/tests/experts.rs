@@ -11,8 +11,9 @@ use std::sync::Mutex;
 
 use common::{Rank, on_ranks_with_shape, shape, spec};
 use xlaunch_engine::{Accumulate, Backend, DType, EngineError, PoolMode, Tensor};
-use xlaunch_spec::job::{JobSpec, Optimizer, Recompute, Shard};
+use xlaunch_spec::job::{JobSpec, NonFinite, Optimizer, Recompute, Shard};
 use xlaunch_spec::model::{Arch, ModelShape, Router};
+use xlaunch_worker::checkpoint::Portion;
 use xlaunch_worker::model::layout::Layout;
 use xlaunch_worker::model::{BackendHandle, GradientArena, LossGradients, Model, Rows, init};
 use xlaunch_worker::train::{Requests, StepResult};
@@ -53,7 +54,136 @@ fn mixed() -> ModelShape {
 
 /// The same with shared experts.
 fn shared(shared_gate: bool) -> ModelShape {
-    ModelShape { shared_experts: 2, shared_gate, ..mixed() }
+    ModelShape { shared_experts: 2, shared_gate, routed_scale: 1.5, ..mixed() }
+}
+
+/// The same with biases of routers.
+fn biased() -> ModelShape {
+    ModelShape { router_bias: true, ..shared(false) }
+}
+
+/// Loads and biases of a step.
+type Balance = [Vec<f32>; 2];
+
+/// Trains on each of `world` ranks without a loss that balances experts. Returns loads and biases after each step, and
+/// the biases in the arena that is saved, put together from all ranks.
+fn train_biased(shape: &ModelShape, spec: &JobSpec, dir: &Path, world: usize) -> (Vec<Balance>, Vec<f32>) {
+    let layout = Layout::new(shape);
+    let found = Mutex::new((Vec::new(), vec![f32::NAN; layout.len]));
+    on_ranks_with_shape(shape, spec, dir, world, |mut rank| {
+        let read = |backend: &BackendHandle, tensor: &Tensor| {
+            let mut values = vec![0.0; tensor.len()];
+            backend.read_f32(tensor.all(), &mut values).unwrap();
+            values
+        };
+        let Rank { backend, model, optimizer, stepper, loader, collective, .. } = &mut rank;
+        let routing = model.routing.as_ref().unwrap();
+        let step = |step| {
+            optimizer.prepare(step, 1e-2).unwrap();
+            stepper.step(model, optimizer, &mut **collective, loader, Requests::default()).unwrap();
+            [&routing.loads, routing.biases().unwrap()].map(|tensor| read(backend, tensor))
+        };
+        let balances: Vec<Balance> = (0..STEPS).map(step).collect();
+        // As after a start from snapshots.
+        let biases = routing.biases().unwrap();
+        backend.zero(biases.all()).unwrap();
+        optimizer.gather_router_biases(model, &mut **collective).unwrap();
+        assert_eq!(read(backend, biases), balances.last().unwrap()[1]);
+        let number = collective.rank();
+        let portion = Portion::new(&model.layout, optimizer.sharding(), number, world);
+        let masters = read(backend, optimizer.state(model)[0]);
+        let mut found = found.lock().unwrap();
+        for owned in portion.ranges() {
+            found.1[owned.arena.clone()].copy_from_slice(&masters[owned.stored.clone()]);
+        }
+        if number == 0 {
+            found.0 = balances;
+        }
+        drop(found);
+        rank.collective.finalize().unwrap();
+    });
+    let (balances, saved) = found.into_inner().unwrap();
+    let saved = layout.router_biases().flat_map(|range| saved[range.clone()].to_vec()).collect();
+    (balances, saved)
+}
+
+#[test]
+fn biases_follow_the_loads_of_the_global_batch_and_are_saved() {
+    const RATE: f32 = 0.02;
+    let dir = tempfile::tempdir().unwrap();
+    let mut spec = spec(dir.path(), false);
+    (spec.train.router_aux_loss_coef, spec.train.router_bias_rate) = (0.0, f64::from(RATE));
+    spec.comm.bucket_mb = 0.002;
+    let shape = biased();
+    let mut run = |ranks: usize, accumulate, shard| {
+        (spec.train.batch, spec.train.accumulate) = (8 / ranks / accumulate, accumulate);
+        spec.comm.shard = shard;
+        train_biased(&shape, &spec, dir.path(), ranks)
+    };
+    let (whole, saved) = run(1, 1, Shard::None);
+    let mut biases = vec![0.0; 2 * shape.experts];
+    for [loads, after] in &whole {
+        for (biases, loads) in biases.chunks_mut(shape.experts).zip(loads.chunks(shape.experts)) {
+            let mean = loads.iter().sum::<f32>() / shape.experts as f32;
+            biases.iter_mut().zip(loads).filter(|(_, load)| **load != mean).for_each(|(bias, load)| {
+                *bias += RATE * (mean - load).signum();
+            });
+        }
+        assert_eq!(after, &biases);
+    }
+    assert_eq!(saved, biases);
+    let bits = |balances: &[Balance]| -> Vec<u32> {
+        balances.iter().flat_map(|[_, biases]| biases.iter().map(|bias| bias.to_bits())).collect()
+    };
+    for (ranks, accumulate, shard) in [
+        (1, 4, Shard::None),
+        (2, 1, Shard::None),
+        (2, 2, Shard::Optimizer),
+        (4, 1, Shard::Gradients),
+        (4, 2, Shard::Parameters),
+    ] {
+        let (divided, saved) = run(ranks, accumulate, shard);
+        let case = format!("{ranks} ranks, {accumulate} micro-steps, {shard:?}");
+        assert_eq!(bits(&divided), bits(&whole), "{case}");
+        assert_eq!(saved, biases, "{case}");
+    }
+}
+
+#[test]
+fn biases_make_the_load_more_even_without_a_loss() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut spec = spec(dir.path(), false);
+    let shape = biased();
+    let mut busiest = |rate| {
+        (spec.train.router_aux_loss_coef, spec.train.router_bias_rate) = (0.0, rate);
+        numbers(&train(&shape, &spec, dir.path(), 1).0).last().unwrap()[3]
+    };
+    let (without, with) = (busiest(0.0), busiest(0.01));
+    assert!(with < without, "{with} {without}");
+}
+
+/// A step whose loss is not finite changes no bias.
+#[test]
+fn biases_of_a_skipped_step_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut spec = spec(dir.path(), false);
+    (spec.train.router_bias_rate, spec.train.nonfinite) = (0.02, NonFinite::Skip);
+    on_ranks_with_shape(&biased(), &spec, dir.path(), 1, |mut rank| {
+        let biases = |rank: &Rank| {
+            let biases = rank.model.routing.as_ref().unwrap().biases().unwrap();
+            let mut values = vec![0.0; biases.len()];
+            rank.backend.read_f32(biases.all(), &mut values).unwrap();
+            values
+        };
+        let pending = rank.start(0);
+        assert!(rank.finish(pending));
+        let before = biases(&rank);
+        assert!(before.iter().any(|bias| *bias != 0.0));
+        rank.set_first_weight(f32::NAN);
+        let pending = rank.start(1);
+        assert!(!rank.finish(pending));
+        assert_eq!(biases(&rank), before);
+    });
 }
 
 /// A pass over fixed tokens.
@@ -155,7 +285,7 @@ fn training_does_not_depend_on_the_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
     (spec.train.router_aux_loss_coef, spec.train.router_z_loss_coef) = (0.1, 0.01);
-    for shape in [shape(Arch::Mixtral, 2, false), mixed(), shared(true)] {
+    for shape in [shape(Arch::Mixtral, 2, false), mixed(), shared(true), biased()] {
         let mut run = |ranks: usize| {
             spec.train.batch = 4 / ranks;
             numbers(&train(&shape, &spec, dir.path(), ranks).0)

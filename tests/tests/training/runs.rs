@@ -30,6 +30,7 @@ xlaunch_harness::tests! {
     learning_rate_factors_without_effect_are_refused,
     checkpoint_of_divided_experts_is_resumed_in_any_division,
     experts_that_ranks_cannot_divide_are_refused,
+    biases_of_routers_are_resumed_bit_for_bit,
     run_is_not_continued_with_another_optimizer_unless_confirmed,
     checkpoint_without_manifest_or_with_changed_byte_is_not_used,
     resume_in_another_directory_names_the_checkpoint_beside_the_configuration;
@@ -455,6 +456,32 @@ fn checkpoint_of_divided_experts_is_resumed_in_any_division() {
             run(&job, after, &[&resume]);
             assert_close(&job.losses(), &whole.losses(), &format!("{before:?}, then {after:?}"));
         }
+    }
+}
+
+fn biases_of_routers_are_resumed_bit_for_bit() {
+    let common = [
+        "model.experts=4",
+        "model.expert_ffn=24",
+        "model.shared_experts=2",
+        "model.shared_gate=true",
+        "model.router=\"sigmoid\"",
+        "model.router_bias=true",
+        "train.router_aux_loss_coef=0",
+        "train.router_bias_rate=0.02",
+        "checkpoint.every=4",
+        "checkpoint.async=false",
+    ];
+    for (ranks, shard) in [(1, "none"), (2, "optimizer"), (2, "parameters")] {
+        let job = Job::new();
+        let shard = format!("comm.shard={shard:?}");
+        let settings = [&common[..], &[&shard]].concat();
+        train(&job, ranks, &settings);
+        let (first, whole) = (job.checkpoint(4, MODEL), job.checkpoint(8, MODEL));
+        assert_ne!(first, whole);
+        let checkpoint = job.run_dir().join("checkpoints/step-00000004").display().to_string();
+        train(&job, ranks, &[&settings[..], &[&format!("checkpoint.resume={checkpoint:?}")]].concat());
+        assert!(job.checkpoint(8, MODEL) == whole, "{ranks} ranks, {shard}");
     }
 }
 

@@ -8,7 +8,7 @@ use common::experts::{Inputs, Load, Sizes};
 use common::{Ops, Outputs, Values, distance, random};
 use xlaunch_engine::*;
 
-const LOADS: [Load; 3] = [Load::Random, Load::Same, Load::Tied];
+const LOADS: [Load; 4] = [Load::Random, Load::Same, Load::Tied, Load::Biased];
 
 fn with_cpu<R>(f: impl FnOnce(&Ops<'_>) -> R) -> R {
     let backend = Backend::cpu(2, PoolMode::On);
@@ -25,12 +25,13 @@ fn expect(what: &str, outputs: &Outputs, name: &str, expected: &[f64]) {
     assert!(distance < 2e-6, "{name} of {what}: {distance:.2e}");
 }
 
-/// Returns the experts with the highest logits; of equal ones, the first.
-fn choose(s: RouteShape, logits: &[f32]) -> Vec<usize> {
+/// Returns the experts with the highest logits, or sums of score and bias; of equal ones, the first.
+fn choose(s: RouteShape, logits: &[f64], bias: Option<&[f32]>) -> Vec<usize> {
     let mut order: Vec<usize> = (0..s.experts).collect();
-    order.sort_by(|a, b| {
-        logits[*b].partial_cmp(&logits[*a]).unwrap_or(std::cmp::Ordering::Equal).then(a.cmp(b))
-    });
+    let scores = scores(s, logits);
+    let keys: Vec<f64> =
+        (0..s.experts).map(|e| bias.map_or(logits[e], |bias| scores[e] + f64::from(bias[e]))).collect();
+    order.sort_by(|a, b| keys[*b].partial_cmp(&keys[*a]).unwrap_or(std::cmp::Ordering::Equal).then(a.cmp(b)));
     order.truncate(s.chosen);
     order
 }
@@ -49,7 +50,7 @@ fn scores(s: RouteShape, logits: &[f64]) -> Vec<f64> {
 fn weights(s: RouteShape, logits: &[f64], chosen: &[usize]) -> Vec<f64> {
     let scores = scores(s, logits);
     let total: f64 = if s.normalise { chosen.iter().map(|e| scores[*e]).sum() } else { 1.0 };
-    chosen.iter().map(|e| scores[*e] / total).collect()
+    chosen.iter().map(|e| f64::from(s.scale) * scores[*e] / total).collect()
 }
 
 fn balance(s: RouteShape, logits: &[f64], shares: &[f64]) -> f64 {
@@ -84,7 +85,8 @@ fn some_experts(sizes: Sizes, inputs: &Inputs, chosen: &[usize]) -> Vec<f64> {
 /// Compares the router's outputs and gradients; returns the choices.
 fn check_router(what: &str, s: RouteShape, inputs: &Inputs, outputs: &Outputs) -> Vec<usize> {
     let logits: Vec<f64> = inputs.logits.iter().map(|z| f64::from(*z)).collect();
-    let chosen: Vec<usize> = inputs.logits.chunks(s.experts).flat_map(|logits| choose(s, logits)).collect();
+    let bias = inputs.bias.as_deref();
+    let chosen: Vec<usize> = logits.chunks(s.experts).flat_map(|logits| choose(s, logits, bias)).collect();
     let loads = loads(s, &chosen);
     let shares: Vec<f64> = loads.iter().map(|load| load / chosen.len() as f64).collect();
     let rows = || logits.chunks(s.experts).zip(chosen.chunks(s.chosen));
@@ -187,6 +189,17 @@ fn check_layers(what: &str, sizes: Sizes, inputs: &Inputs, outputs: &Outputs, ex
     expect(what, outputs, "y", &y);
     expect(what, outputs, "layer's dx", &dx);
     expect(what, outputs, "dw", &dw);
+}
+
+#[test]
+fn biases_move_towards_a_balanced_load_in_steps_that_are_applied() {
+    let bias = [0.5, 0.5, 0.5, -1.0, -1.0, 2.0];
+    let update = |loss| with_cpu(|ops| ops.router_bias(3, &[4.0, 6.0, 5.0, 7.0, 0.0, 1.0], &bias, loss));
+    assert_eq!(update(1.0), [0.51, 0.49, 0.5, -1.01, -0.99, 2.01]);
+    assert_eq!(update(f32::NAN), bias);
+    // A difference of one choice decides, even if it is lost in the sum of loads in F32.
+    let large = [16_777_216.0, 16_777_215.0];
+    assert_eq!(with_cpu(|ops| ops.router_bias(2, &large, &[0.0; 2], 1.0)), [-0.01, 0.01]);
 }
 
 #[test]

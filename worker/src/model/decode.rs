@@ -291,7 +291,7 @@ impl<'a> Decoder<'a> {
                     self.shared_experts(b, stream, (experts, shared), input)?;
                 }
                 let add = params.shared.is_some();
-                experts.run(model, rows, input, (params, router), branch, add)?;
+                experts.run(model, rows, input, (index, router), branch, add)?;
                 input = self.add(b, &mut stream, params.post2.as_ref(), model.layout.norm_after(index))?;
                 continue;
             }
@@ -590,7 +590,7 @@ mod tests {
         let one = shape(Arch::Llama, 1, true);
         let shared = |shared_gate| {
             let sizes = ModelShape { expert_ffn: 40, ..shape(Arch::Qwen3Moe, 2, false) };
-            ModelShape { dense_layers: 1, shared_experts: 3, shared_gate, ..sizes }
+            ModelShape { dense_layers: 1, shared_experts: 3, shared_gate, router_bias: shared_gate, ..sizes }
         };
         let mut shapes = vec![shape(Arch::Gpt2, 4, true), shape(Arch::Llama, 2, false), one];
         shapes.extend([shared(false), shared(true)]);

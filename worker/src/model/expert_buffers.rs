@@ -7,9 +7,9 @@ use xlaunch_engine::{
     RouteForward, RouteShape, RouterLogits, RowsShape, Slice, SortByExpert, Tensor,
 };
 
+use super::Model;
 use super::experts::ExpertShapes;
 use super::shared_experts::gate_route;
-use super::{Model, layout};
 
 /// Choices and activations of experts.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ impl ExpertBuffers {
         gate: &Range<usize>,
         [x, y, out]: [Slice<'_>; 3],
     ) -> Result<()> {
-        self.route(model, gate_route(rows), x, gate)?;
+        self.route(model, gate_route(rows), x, (gate, None))?;
         let (row_of, weights) = (self.row_of.slice(0..rows), self.weights.slice(0..rows));
         let shape = RowsShape { tokens: rows, chosen: 1, cols: model.shape.dim };
         model.backend.run(CombineRows { shape, row_of, weights, rows: y, out, add: false, end: None })
@@ -70,13 +70,13 @@ impl ExpertBuffers {
         model: &Model,
         rows: usize,
         x: Slice<'_>,
-        (params, router): (&layout::Block, &Range<usize>),
+        (index, router): (usize, &Range<usize>),
         out: Slice<'_>,
         add: bool,
     ) -> Result<()> {
         let (backend, shapes) = (&model.backend, ExpertShapes::new(&model.shape, 1, rows));
-        let choices = shapes.choices();
-        self.route(model, shapes.route, x, router)?;
+        let (choices, params) = (shapes.choices(), &model.layout.blocks[index]);
+        self.route(model, shapes.route, x, (router, model.router_bias(index)))?;
         let (offsets, expert_rows) = (self.offsets.all(), self.rows.slice(0..choices * shapes.rows.cols));
         let (choice_of, row_of) = (self.choice_of.slice(0..choices), self.row_of.slice(0..choices));
         backend.run(GatherRows { shape: shapes.rows, choice_of, x, rows: expert_rows, end: None })?;
@@ -101,7 +101,13 @@ impl ExpertBuffers {
     }
 
     /// Computes the choices of a router, their weights and their order.
-    fn route(&self, model: &Model, route: RouteShape, x: Slice<'_>, router: &Range<usize>) -> Result<()> {
+    fn route(
+        &self,
+        model: &Model,
+        route: RouteShape,
+        x: Slice<'_>,
+        (router, bias): (&Range<usize>, Option<Slice<'_>>),
+    ) -> Result<()> {
         let (backend, choices, w) = (&model.backend, route.rows * route.chosen, model.param(router));
         let shape = LinearShape { rows: route.rows, inputs: model.shape.dim, outputs: route.experts };
         let logits = self.logits.slice(0..route.rows * route.experts);
@@ -111,7 +117,7 @@ impl ExpertBuffers {
             backend.run(RouterLogits { shape, x, w, logits })?;
         }
         let (weights, chosen) = (self.weights.slice(0..choices), self.chosen.slice(0..choices));
-        backend.run(RouteForward { shape: route, logits, experts: chosen, weights })?;
+        backend.run(RouteForward { shape: route, logits, bias, experts: chosen, weights })?;
         let (choice_of, row_of) = (self.choice_of.slice(0..choices), self.row_of.slice(0..choices));
         let experts = route.experts;
         let (offsets, loads) = (self.offsets.slice(0..experts + 1), self.loads.slice(0..experts));

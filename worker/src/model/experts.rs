@@ -26,8 +26,8 @@ use xlaunch_engine::{
 };
 use xlaunch_spec::model::{self, ModelShape};
 
-use super::Model;
 use super::pass::{OnProgress, Progress};
+use super::{Model, narrow};
 
 /// Whether a block is computed in forward, which keeps the loads, or again in backward, which needs their sum over
 /// ranks.
@@ -105,10 +105,11 @@ impl ExpertShapes {
             model::Router::Softmax => Router::Softmax,
             model::Router::Sigmoid => Router::Sigmoid,
         };
+        let (normalise, scale) = (shape.normalise, narrow(shape.routed_scale));
         let (own, of_group) = (experts / ranks, ranks * tokens);
         let layer = |inputs, outputs| GroupedShape { rows: of_group * chosen, experts: own, inputs, outputs };
         Self {
-            route: RouteShape { rows: tokens, experts, chosen, router, normalise: shape.normalise },
+            route: RouteShape { rows: tokens, experts, chosen, router, normalise, scale },
             rows: RowsShape { tokens: of_group, chosen, cols },
             fc: layer(cols, shape.expert_inputs()),
             out: layer(shape.expert_width(), cols),
@@ -154,7 +155,8 @@ impl Model {
         progress: OnProgress<'_, E>,
     ) -> std::result::Result<Experts, E> {
         let (params, backend, shapes) = (&self.layout.blocks[index], &self.backend, self.expert_shapes(x));
-        let [logits, experts, weights] = self.route(shapes.route, router, x)?;
+        let bias = self.router_bias(index);
+        let [logits, experts, weights] = self.route(shapes.route, (router, bias), x)?;
         let (of_group, weights, order) = match self.of_group([x, &experts, &weights], progress)? {
             None => (None, weights, self.sort(index, shapes, &experts, run)?),
             Some([x, chosen, weights]) => (Some(x), weights, self.sort(index, shapes, &chosen, run)?),
@@ -255,7 +257,12 @@ impl Model {
     }
 
     /// Returns logits, choices and weights of this rank's tokens.
-    pub(super) fn route(&self, route: RouteShape, router: &Range<usize>, x: &Tensor) -> Result<[Tensor; 3]> {
+    pub(super) fn route(
+        &self,
+        route: RouteShape,
+        (router, bias): (&Range<usize>, Option<Slice<'_>>),
+        x: &Tensor,
+    ) -> Result<[Tensor; 3]> {
         let (backend, len) = (&self.backend, route.rows * route.chosen);
         let logits = backend.alloc(DType::F32, route.rows * route.experts)?;
         let (experts, weights) = (backend.alloc(DType::I32, len)?, backend.alloc(DType::F32, len)?);
@@ -266,6 +273,7 @@ impl Model {
         backend.run(RouteForward {
             shape: route,
             logits: logits_slice,
+            bias,
             experts: experts_slice,
             weights: weights_slice,
         })?;

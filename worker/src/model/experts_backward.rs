@@ -97,6 +97,10 @@ impl Model {
             backend.zero(dx.all())?;
             return Ok(dx);
         };
+        // It is not trained by gradients, but its place in the arena may hold those of other parameters.
+        if let Some(bias) = &self.layout.blocks[index].router_bias {
+            backend.zero(pass.gradient(bias))?;
+        }
         let Factors { balance, z, ranks, micro_steps } = routing.factors;
         let dlogits = self.activation(tokens * shape.outputs)?;
         let losses = backend.alloc(DType::F32, tokens)?;

@@ -181,6 +181,8 @@ pub struct Block {
     pub ln2: Option<Norm>,
     /// Router of a block with experts, `[E, C]`.
     pub router: Option<Range<usize>>,
+    /// Biases of the choice of experts, `[E]`. The model has a copy in F32, which [`Routing`](super::Routing) updates.
+    pub router_bias: Option<Range<usize>>,
     /// Projection to the activation function's input; with experts, those of all of them, `[E, 2 F, C]`.
     pub fc: Linear,
     /// Projection of its output; with experts, `[E, C, F]`.
@@ -463,6 +465,11 @@ impl Layout {
         Ok(self)
     }
 
+    /// Returns the biases of all routers, in the order of blocks.
+    pub fn router_biases(&self) -> impl Iterator<Item = &Range<usize>> {
+        self.blocks.iter().filter_map(|block| block.router_bias.as_ref())
+    }
+
     /// Returns the ranges that forward reads, one per part: the embeddings, each block, and the head. The norm after a
     /// part belongs to that part.
     pub fn forward_parts(&self) -> Vec<Range<usize>> {
@@ -556,17 +563,20 @@ impl Layout {
             .map(|index| {
                 let name = |part: &str| format!("blocks.{index}.{part}");
                 let post2 = post.then(|| arena.norm(&name("post2"), dim));
-                let (out, fc, router, shared) = if shape.has_experts(index) {
+                let (out, fc, router, router_bias, shared) = if shape.has_experts(index) {
                     let (width, inputs) = (shape.expert_width(), shape.expert_inputs());
                     let out = arena.experts(&name("out"), [experts, dim, width], residual);
                     let fc = arena.experts(&name("fc"), [experts, inputs, dim], NORMAL);
                     let router = arena.matrix(&name("router.weight"), shape.experts, dim, NORMAL);
+                    let bias = shape
+                        .router_bias
+                        .then(|| arena.vector(name("router_bias"), shape.experts, Init::Zeros));
                     let shared = (shape.shared_experts > 0).then(|| arena.shared(&name, shape, residual));
-                    (out, fc, Some(router), shared)
+                    (out, fc, Some(router), bias, shared)
                 } else {
                     let out = arena.linear(&name("out"), [dim, shape.ffn], residual, shape.mlp_bias);
                     let fc = arena.linear(&name("fc"), [shape.ffn_inputs(), dim], NORMAL, shape.mlp_bias);
-                    (out, fc, None, None)
+                    (out, fc, None, None, None)
                 };
                 let own_norm = pre && shape.parallel != Parallel::SharedNorm;
                 let ln2 = own_norm.then(|| arena.norm(&name("ln2"), dim));
@@ -578,7 +588,21 @@ impl Layout {
                 let qkv = arena.linear(&name("qkv"), [shape.qkv_width(), dim], NORMAL, shape.qkv_bias);
                 let ln1 = pre.then(|| arena.norm(&name("ln1"), dim));
                 let end = arena.arena.len;
-                Block { ln1, qkv, qk_norm, proj, post1, ln2, router, fc, out, shared, post2, end }
+                Block {
+                    ln1,
+                    qkv,
+                    qk_norm,
+                    proj,
+                    post1,
+                    ln2,
+                    router,
+                    router_bias,
+                    fc,
+                    out,
+                    shared,
+                    post2,
+                    end,
+                }
             })
             .collect();
         blocks.reverse();

@@ -285,9 +285,10 @@ impl Model {
         Self { fp8, ..self }
     }
 
-    /// Sets the weights starting at element `at` of the arena. Does nothing with sharded parameters, which are gathered
-    /// from the optimizer's masters.
+    /// Sets the weights starting at element `at` of the arena. With sharded parameters, only biases of routers are set:
+    /// the others are gathered from the optimizer's masters.
     pub fn write_weights(&self, at: usize, values: &[f32]) -> Result<()> {
+        self.write_router_biases(at, values)?;
         if self.slots.is_some() {
             return Ok(());
         }

@@ -1,9 +1,15 @@
 //! The loads of experts, and the losses that balance them.
 //!
 //! The number of choices of each expert is all-reduced between forward and backward, because the balance loss is that
-//! of the global batch.
+//! of the global batch. Biases of the choice of experts, if the model has any, are updated from the loads of a step,
+//! which are the same on every rank. Every rank has all biases in F32; the arena has a copy, which checkpoints contain.
 
-use xlaunch_engine::{Accumulate, AddTo, Cast, DType, PendingRead, Result, Scale, Slice, Sum, Tensor};
+use std::ops::Range;
+
+use xlaunch_engine::{
+    Accumulate, AddTo, Cast, DType, PendingRead, Result, Scale, Slice, StepConditions, Sum, Tensor,
+    UpdateRouterBias,
+};
 use xlaunch_spec::job::TrainSection;
 use xlaunch_spec::model::ModelShape;
 
@@ -16,12 +22,16 @@ pub struct Routing {
     pub loads: Tensor,
     /// Sum of the loads of a step's micro-steps.
     total: Tensor,
+    /// Biases of the choice of experts, F32 `[L, E]`.
+    biases: Option<Tensor>,
     /// Sum over layers of the mean balance loss, F32 `[1]`. Backward adds this rank's part of it.
     balance: Tensor,
     /// Number of experts.
     experts: usize,
     /// Factors of the losses.
     pub(super) factors: Factors,
+    /// Change of a bias per step.
+    bias_rate: f32,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -50,14 +60,17 @@ impl Routing {
         if shape.experts == 0 {
             return Ok(None);
         }
+        let per_expert = || backend.alloc_persistent(DType::F32, shape.expert_layers() * shape.experts);
         let routing = Self {
-            loads: backend.alloc_persistent(DType::F32, shape.expert_layers() * shape.experts)?,
-            total: backend.alloc_persistent(DType::F32, shape.expert_layers() * shape.experts)?,
+            loads: per_expert()?,
+            total: per_expert()?,
+            biases: shape.router_bias.then(per_expert).transpose()?,
             balance: backend.alloc_persistent(DType::F32, 1)?,
             experts: shape.experts,
             factors: Factors { ranks: 1, micro_steps: 1, ..Factors::default() },
+            bias_rate: 0.0,
         };
-        for tensor in [&routing.loads, &routing.total, &routing.balance] {
+        for tensor in [&routing.loads, &routing.total, &routing.balance].into_iter().chain(&routing.biases) {
             backend.zero(tensor.all())?;
         }
         Ok(Some(routing))
@@ -89,6 +102,25 @@ impl Routing {
         backend.run(Sum { x: losses, scale, out, acc: Accumulate::Add })
     }
 
+    /// Returns the biases of all layers, if the model has any.
+    pub fn biases(&self) -> Option<&Tensor> {
+        self.biases.as_ref()
+    }
+
+    /// Updates the biases from the loads of a step that is applied under these conditions. Returns the biases if they
+    /// may have changed.
+    pub fn update_biases(
+        &self,
+        backend: &BackendHandle,
+        conditions: StepConditions<'_>,
+    ) -> Result<Option<&Tensor>> {
+        let Some(biases) = self.biases.as_ref().filter(|_| self.bias_rate > 0.0) else { return Ok(None) };
+        let (loads, bias) = (self.total.all(), biases.all());
+        let (experts, rate) = (self.experts, self.bias_rate);
+        backend.run(UpdateRouterBias { experts, rate, loads, bias, conditions })?;
+        Ok(Some(biases))
+    }
+
     /// Starts to read the loads of the step.
     pub fn begin_read(&self, backend: &BackendHandle) -> Result<PendingRead> {
         backend.begin_read(self.total.all())
@@ -103,8 +135,13 @@ impl Routing {
 
     /// Returns the loads of a block.
     pub(super) fn loads(&self, shape: &ModelShape, block: usize) -> Slice<'_> {
+        self.loads.slice(Self::of_block(shape, block))
+    }
+
+    /// Returns the range of a block's experts among those of all layers.
+    fn of_block(shape: &ModelShape, block: usize) -> Range<usize> {
         let first = (block - shape.dense_layers) * shape.experts;
-        self.loads.slice(first..first + shape.experts)
+        first..first + shape.experts
     }
 }
 
@@ -129,15 +166,36 @@ impl ExpertLoad {
 }
 
 impl Model {
-    /// Sets the losses that balance the experts in steps of this job on this number of ranks. By default there are
-    /// none.
+    /// Sets the losses that balance the experts in steps of this job on this number of ranks, and the rate of their
+    /// biases. By default there are no losses, and biases are constant.
     #[must_use]
     pub fn with_routing(mut self, train: &TrainSection, ranks: usize) -> Self {
         if let Some(routing) = &mut self.routing {
             let (balance, z) = (narrow(train.router_aux_loss_coef), narrow(train.router_z_loss_coef));
             routing.factors = Factors { balance, z, ranks, micro_steps: train.accumulate };
+            routing.bias_rate = narrow(train.router_bias_rate);
         }
         self
+    }
+
+    /// Returns the biases of a block's router, if it has any.
+    pub(super) fn router_bias(&self, block: usize) -> Option<Slice<'_>> {
+        let biases = self.routing.as_ref()?.biases.as_ref()?;
+        Some(biases.slice(Routing::of_block(&self.shape, block)))
+    }
+
+    /// Sets the biases that are among `values`, which start at element `at` of the arena.
+    pub(super) fn write_router_biases(&self, at: usize, values: &[f32]) -> Result<()> {
+        let Some(biases) = self.routing.as_ref().and_then(Routing::biases) else { return Ok(()) };
+        for (layer, bias) in self.layout.router_biases().enumerate() {
+            let (start, end) = (bias.start.max(at), bias.end.min(at + values.len()));
+            if start < end {
+                let first = layer * self.shape.experts + start - bias.start;
+                let to = biases.slice(first..first + end - start);
+                self.backend.write_f32(to, &values[start - at..end - at])?;
+            }
+        }
+        Ok(())
     }
 }
 

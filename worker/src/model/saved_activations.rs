@@ -88,6 +88,7 @@ pub(super) struct Inputs {
 
 /// The feed-forward layers of a block.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one value per block of the model")]
 pub(super) enum Mlp {
     Dense(Dense),
     Experts {

@@ -60,7 +60,7 @@ impl SharedExperts {
 
 /// Returns how a gate routes N tokens.
 pub(super) fn gate_route(rows: usize) -> RouteShape {
-    RouteShape { rows, experts: 1, chosen: 1, router: Router::Sigmoid, normalise: false }
+    RouteShape { rows, experts: 1, chosen: 1, router: Router::Sigmoid, normalise: false, scale: 1.0 }
 }
 
 impl Model {
@@ -69,7 +69,7 @@ impl Model {
         let (rows, layers) = (x.len() / self.shape.dim, self.shared_layers(params));
         let dense = self.dense(rows, x.clone(), layers)?;
         let gate = params.gate.as_ref().map(|gate| -> Result<Gate> {
-            let [logits, experts, weights] = self.route(gate_route(rows), gate, x)?;
+            let [logits, experts, weights] = self.route(gate_route(rows), (gate, None), x)?;
             let row_of = self.rows_in_order(&experts)?;
             Ok(Gate { logits, experts, weights, row_of, y: self.dense_output(rows, &dense, layers)? })
         });

@@ -27,7 +27,7 @@ use xlaunch_engine::{
 };
 use xlaunch_spec::job::JobSpec;
 
-use crate::model::{BackendHandle, Group, Model};
+use crate::model::{BackendHandle, Group, Model, Routing};
 use muon::Muon;
 
 /// The optimizer's state and hyperparameters.
@@ -47,6 +47,8 @@ pub struct AdamW {
     groups: Tensor,
     /// Learning rate of each group relative to the schedule's, and its weight decay.
     rates: [(f64, f64); GROUPS],
+    /// Ranges of the biases of routers, and their places in this rank's shard.
+    router_biases: Vec<[Range<usize>; 2]>,
     scalars: Tensor,
     /// Number of consecutive skipped steps, counted on the device.
     skipped: Tensor,
@@ -118,6 +120,7 @@ impl AdamW {
             v: shard(DType::F32)?,
             groups: backend.alloc_persistent(DType::U8, groups.len())?,
             rates: Group::ALL.map(|group| group.rates(spec)),
+            router_biases: own_router_biases(model, sharding),
             scalars: backend.alloc_persistent(DType::F32, scalar::COUNT)?,
             skipped: backend.alloc_persistent(DType::F32, 1)?,
             sharding: sharding.clone(),
@@ -233,9 +236,17 @@ impl AdamW {
         let f32_model = model.trained().dtype() == DType::F32;
         let work = (!f32_model).then(|| self.rounded.as_ref().unwrap_or(model.trained()).all());
         let (scalars, skipped) = (&self.scalars, self.skipped.all());
+        let skip_limit = self.config.skip_limit;
+        let conditions = StepConditions { grad_norm_sq, loss, skipped, skip_limit };
+        if let Some(routing) = &model.routing
+            && let Some(biases) = routing.update_biases(&self.backend, conditions)?
+        {
+            for [own, stored] in &self.router_biases {
+                let (x, y) = (biases.slice(own.clone()), params.slice(stored.clone()));
+                self.backend.run(Cast { x, y })?;
+            }
+        }
         for muon in &self.muon {
-            let skip_limit = self.config.skip_limit;
-            let conditions = StepConditions { grad_norm_sq, loss, skipped, skip_limit };
             let step = muon::Step { grads, m, v, params, work, scalars, conditions };
             muon.step(&self.backend, &self.sharding, &step, collective)?;
         }
@@ -281,6 +292,27 @@ impl AdamW {
         collective.wait(Wait::All)
     }
 
+    /// Sets the biases of the model's routers to those in the masters of all ranks. Every rank calls it.
+    pub fn gather_router_biases(
+        &self,
+        model: &Model,
+        collective: &mut dyn Collective,
+    ) -> crate::error::Result<()> {
+        let Some(biases) = model.routing.as_ref().and_then(Routing::biases) else { return Ok(()) };
+        let [masters, ..] = self.state(model);
+        self.backend.zero(biases.all())?;
+        for [own, stored] in &self.router_biases {
+            let (x, y) = (masters.slice(stored.clone()), biases.slice(own.clone()));
+            self.backend.run(Cast { x, y })?;
+        }
+        if self.sharding.is_sharded() {
+            // The sums are exact: each bias comes from one rank, and all others contribute 0.
+            let buckets = vec![biases.lend(0..biases.len())];
+            collective.run(Operation::AllReduce { buckets, dtype: DType::F32 })?;
+        }
+        Ok(())
+    }
+
     /// Starts to gather several buckets together.
     pub fn start_gather<'a>(
         &self,
@@ -299,4 +331,20 @@ impl AdamW {
             collective.start_among(among, Operation::AllGather { buckets })
         })
     }
+}
+
+/// Returns the ranges of the biases of routers that are in this rank's shard, and their places there.
+fn own_router_biases(model: &Model, sharding: &Sharding) -> Vec<[Range<usize>; 2]> {
+    let parts = |(layer, bias): (usize, &Range<usize>)| {
+        let (first, bias) = (layer * model.shape.experts, bias.clone());
+        let part = move |bucket: &Range<usize>| {
+            let (own, stored) = (sharding.in_arena(bucket), sharding.in_shard(bucket));
+            let (start, end) = (own.start.max(bias.start), own.end.min(bias.end));
+            let from = |at: usize| at + start..at + end;
+            let moved = |range: Range<usize>, by: usize| range.start - by..range.end - by;
+            (start < end).then(|| [moved(from(first), bias.start), moved(from(stored.start), own.start)])
+        };
+        sharding.plan().buckets().iter().filter_map(part)
+    };
+    model.layout.router_biases().enumerate().flat_map(parts).collect()
 }

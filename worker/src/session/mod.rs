@@ -264,6 +264,7 @@ fn complete_start(
     } else {
         share::from_rank_0(backend, model, optimizer, &start, collective)?
     };
+    optimizer.gather_router_biases(model, collective)?;
     start.check_data(context.spec, data)?;
     Ok(start)
 }

@@ -122,6 +122,7 @@ impl JobSpec {
         within("train.weight_decay", train.weight_decay, 0.0, 100.0)?;
         within("train.clip", train.clip, 0.0, f64::MAX)?;
         within("train.router_aux_loss_coef", train.router_aux_loss_coef, 0.0, 1e6)?;
+        within("train.router_bias_rate", train.router_bias_rate, 0.0, 1.0)?;
         within("train.router_z_loss_coef", train.router_z_loss_coef, 0.0, 1e6)?;
         within("data.val_fraction", self.data.val_fraction, 0.0, 0.5)?;
         within("checkpoint.every_seconds", self.checkpoint.every_seconds, 0.0, 1e9)?;

@@ -231,6 +231,9 @@ pub struct TrainSection {
     /// Factor of the z loss of a model with experts, which is added to the loss: in each layer, the mean square of the
     /// logarithm of the sum of the exponentials of the router's logits. It keeps them small. 0 turns it off.
     pub router_z_loss_coef: f64,
+    /// Change of the bias of each expert after a step, if `model.router_bias` is true: up if the expert was chosen less
+    /// often in the global batch than the mean of its layer, down if more often. 0 leaves biases unchanged.
+    pub router_bias_rate: f64,
     /// Optimizer of the weights of linear layers in blocks. Embeddings, the head, norms and biases always use AdamW.
     pub optimizer: Optimizer,
     /// Peak learning rate.
@@ -288,6 +291,7 @@ impl Default for TrainSection {
             classifier_chunk: 0,
             router_aux_loss_coef: 0.01,
             router_z_loss_coef: 0.001,
+            router_bias_rate: 0.001,
             optimizer: Optimizer::AdamW,
             lr: 1e-3,
             schedule: Schedule::Cosine,

@@ -291,6 +291,8 @@ pub(super) const LLAMA: ModelShape = ModelShape {
     expert_ffn: 0,
     router: Router::Softmax,
     normalise: true,
+    router_bias: false,
+    routed_scale: 1.0,
     dense_layers: 0,
     shared_experts: 0,
     shared_gate: false,

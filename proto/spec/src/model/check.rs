@@ -113,6 +113,10 @@ impl ModelShape {
             let problem = "the model has no shared experts";
             return invalid("model.shared_gate", problem.into(), "false, or model.shared_experts above 0");
         }
+        if self.router_bias && self.experts == 0 {
+            let problem = "the model has no experts";
+            return invalid("model.router_bias", problem.into(), "false, or model.experts above 0");
+        }
         if self.experts == 0 {
             let sizes = [
                 ("model.expert_ffn", self.expert_ffn),
@@ -152,6 +156,7 @@ impl ModelShape {
             ("model.logit_softcap", self.logit_softcap, 0.0),
             ("model.residual_scale", self.residual_scale, MIN_FACTOR),
             ("model.logit_scale", self.logit_scale, MIN_FACTOR),
+            ("model.routed_scale", self.routed_scale, MIN_FACTOR),
         ] {
             let expected = if least == 0.0 { "0 to 1e6" } else { "1e-6 to 1e6" };
             within(key, factor, least, MAX_FACTOR, expected)?;

@@ -122,6 +122,11 @@ pub struct ModelSection {
     pub router: Option<Router>,
     /// The weights of a token's experts are divided by their sum.
     pub normalise: Option<bool>,
+    /// Each expert has a bias that is added to its score when experts are chosen, but not in their weights. It balances
+    /// the load without a loss: see `train.router_bias_rate`.
+    pub router_bias: Option<bool>,
+    /// Factor of the weights of a token's experts.
+    pub routed_scale: Option<f64>,
     /// Number of blocks at the beginning that have no experts, but feed-forward layers of width `ffn`.
     pub dense_layers: Option<usize>,
     /// Number of experts that every token uses besides those that it chooses. They are computed as one feed-forward
@@ -178,6 +183,8 @@ pub struct ModelShape {
     pub expert_ffn: usize,
     pub router: Router,
     pub normalise: bool,
+    pub router_bias: bool,
+    pub routed_scale: f64,
     pub dense_layers: usize,
     pub shared_experts: usize,
     pub shared_gate: bool,
@@ -212,8 +219,8 @@ keys! {
     arch layers heads kv_heads dim head_dim ffn seq vocab tied norm_eps norm norm_place norm_offset qk_norm qkv_bias
     attention_bias mlp_bias head_bias activation gated parallel positions rope_theta rope_scaling rope_fraction
     no_rope_every window window_pattern windowed_rope_theta attention_softcap logit_softcap query_scale embedding_scale
-    residual_scale logit_scale experts experts_per_token expert_ffn router normalise dense_layers
-    shared_experts shared_gate
+    residual_scale logit_scale experts experts_per_token expert_ffn router normalise router_bias
+    routed_scale dense_layers shared_experts shared_gate
 }
 
 /// Returns C / H. [`ModelShape::check`] refuses 0 heads.

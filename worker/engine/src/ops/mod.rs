@@ -46,7 +46,7 @@ pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
 pub use experts::{
     BalanceLoss, CombineRows, CombineRowsBackward, GatherRows, GatherRowsBackward, GroupedBackwardInput,
     GroupedBackwardWeight, GroupedForward, GroupedShape, MAX_CHOSEN, MAX_EXPERTS, RouteBackward,
-    RouteForward, RouteShape, Router, RouterLogits, RowsShape, SortByExpert,
+    RouteForward, RouteShape, Router, RouterLogits, RowsShape, SortByExpert, UpdateRouterBias,
 };
 pub use fp8::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
 pub use gemm::{Gemm, Matrix};
@@ -144,13 +144,14 @@ pub enum Accumulate {
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width,
 /// and those of activation functions per function.
-pub(crate) const KERNEL_FILES: [&KernelFile; 21] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 22] = [
     &adamw::KERNELS,
     &add_scaled::KERNELS,
     &cast::KERNELS,
     &checksum::KERNELS,
     &classifier::KERNELS,
     &embed::cuda::KERNELS,
+    &experts::bias::KERNELS,
     &experts::grouped::cuda::KERNELS,
     &experts::route::KERNELS,
     &experts::rows::KERNELS,

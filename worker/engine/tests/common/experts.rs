@@ -14,12 +14,14 @@ pub(crate) enum Load {
     Same,
     /// All logits are equal.
     Tied,
+    /// As random logits and biases have it.
+    Biased,
 }
 
 impl Load {
     fn logits(self, random: Values, experts: usize) -> Values {
         let at = move |(i, x): (usize, f32)| match self {
-            Self::Random => 2.0 * x,
+            Self::Random | Self::Biased => 2.0 * x,
             Self::Same => 0.1 * x + (i % experts) as f32 * 0.5,
             Self::Tied => 0.25,
         };
@@ -39,6 +41,7 @@ pub(crate) struct Sizes {
 pub(crate) struct Inputs {
     pub(crate) x: Values,
     pub(crate) logits: Values,
+    pub(crate) bias: Option<Values>,
     pub(crate) w: Values,
     pub(crate) dy: Values,
     pub(crate) dweights: Values,
@@ -50,7 +53,8 @@ impl Sizes {
         router: Router,
         normalise: bool,
     ) -> Self {
-        Self { route: RouteShape { rows, experts, chosen, router, normalise }, cols, outputs }
+        let scale = if normalise { 2.5 } else { 1.0 };
+        Self { route: RouteShape { rows, experts, chosen, router, normalise, scale }, cols, outputs }
     }
 
     pub(crate) fn choices(self) -> usize {
@@ -62,6 +66,7 @@ impl Sizes {
         Inputs {
             x: values(71, rows * self.cols),
             logits: load.logits(values(72, rows * experts), experts),
+            bias: matches!(load, Load::Biased).then(|| values(70, experts)),
             w: values(73, experts * self.outputs * self.cols),
             dy: values(74, self.choices() * self.outputs.max(self.cols)),
             dweights: values(75, self.choices()),
@@ -89,6 +94,8 @@ pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy) -> Vec<Case> {
         // More experts than choices of a token in a warp's lanes, and than threads of a block.
         ([20, 300, 8, 8, 16], Sigmoid, false, Load::Random, Accumulate::Overwrite),
         ([70, 40, 6, 16, 16], Softmax, true, Load::Tied, Accumulate::Overwrite),
+        ([75, 40, 3, 16, 16], Sigmoid, true, Load::Biased, Accumulate::Overwrite),
+        ([30, 6, 2, 16, 16], Softmax, false, Load::Biased, Accumulate::Overwrite),
         // The gate of shared experts.
         ([90, 1, 1, 24, 16], Sigmoid, false, Load::Random, Accumulate::Overwrite),
     ] {
@@ -97,6 +104,11 @@ pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy) -> Vec<Case> {
         let [rows, experts, chosen] = [sizes.route.rows, sizes.route.experts, sizes.route.chosen];
         let name = format!("experts {rows} x {chosen} of {experts} {router:?} {load:?} {acc:?}");
         cases.push((name, Box::new(move |ops| ops.experts(sizes, &inputs, acc))));
+    }
+    for (layers, experts, loss) in [(3, 5, 1.0), (2, 150, 1.0), (1, 8, f32::INFINITY)] {
+        let (loads, bias) = (loads(values(78, layers * experts)), values(79, layers * experts));
+        let case = move |ops: &Ops<'_>| vec![("bias", ops.router_bias(experts, &loads, &bias, loss))];
+        cases.push((format!("router bias {layers} x {experts}, loss {loss}"), Box::new(case)));
     }
     for (rows, inputs, outputs) in [(5, 40, 8), (130, 136, 24), (33, 24, 1)] {
         let s = LinearShape { rows, inputs, outputs };
@@ -111,16 +123,39 @@ pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy) -> Vec<Case> {
     cases
 }
 
+/// Returns whole numbers, of which several are the mean.
+pub(crate) fn loads(random: Values) -> Values {
+    random.map(|x| (4.0 * x).round() + 5.0)
+}
+
 impl Ops<'_> {
+    /// Updates biases after a step with this loss.
+    pub(crate) fn router_bias(&self, experts: usize, loads: &[f32], bias: &[f32], loss: f32) -> Vec<f32> {
+        let (loads, bias) = (self.tensor(DType::F32, loads), self.tensor(DType::F32, bias));
+        let [norm, loss, skipped] = [2.0, loss, 1.0].map(|x| self.tensor(DType::F32, &[x]));
+        let (grad_norm_sq, loss, skipped) = (norm.all(), loss.all(), skipped.all());
+        let conditions = StepConditions { grad_norm_sq, loss, skipped, skip_limit: 3.0 };
+        let (loads, bias_slice) = (loads.all(), bias.all());
+        let update = UpdateRouterBias { experts, rate: 0.01, loads, bias: bias_slice, conditions };
+        self.backend.run(update).unwrap();
+        self.read(&bias)
+    }
+
     /// Runs all operations of experts. Gradients do not depend on results of forward, except for the choices.
     pub(crate) fn experts(&self, sizes: Sizes, inputs: &Inputs, acc: Accumulate) -> Outputs {
         let (b, s, choices) = (self.backend, sizes.route, sizes.choices());
         let ints = |len: usize| self.ints(&vec![i32::MAX; len]);
         let (logits, x) = (self.tensor(DType::F32, &inputs.logits), self.act(&inputs.x));
         let (chosen, weights) = (ints(choices), self.out_f32(choices));
-        let forward =
-            RouteForward { shape: s, logits: logits.all(), experts: chosen.all(), weights: weights.all() };
-        b.run(forward).unwrap();
+        let bias = inputs.bias.as_ref().map(|bias| self.tensor(DType::F32, bias));
+        b.run(RouteForward {
+            shape: s,
+            logits: logits.all(),
+            bias: bias.as_ref().map(Tensor::all),
+            experts: chosen.all(),
+            weights: weights.all(),
+        })
+        .unwrap();
         let (offsets, choice_of, row_of) = (ints(s.experts + 1), ints(choices), ints(choices));
         let loads = self.out_f32(s.experts);
         let scratch = ints(SortByExpert::counters(choices, s.experts));

@@ -413,6 +413,12 @@ const MISTAKES: &[Mistake] = &[
     // Routing, and rows of experts.
     mistake("experts/route.cu", "z == best && e < at", "z == best && e > at", Fp32, "of 40 Softmax Tied", DIFFERS),
     mistake("experts/route.cu", "taken |= 1u << e / WARP", "taken |= 0u", Fp32, "67 x 2 of 8", DIFFERS),
+    mistake("experts/route.cu", "score(logits.z[i], sigmoid) + bias[e]", "z[i]", Fp32, "of 40 Sigmoid Biased", DIFFERS),
+    mistake("experts/route.cu", "weight) * scale;", "weight);", Fp32, "of 40 Sigmoid Biased", DIFFERS),
+    mistake("experts/bias.cu", "missing < 0.0", "missing <= 0.0", Fp32, "router bias 3 x 5", DIFFERS),
+    mistake(
+        "experts/bias.cu", "|| !is_applied(grad_norm_sq, loss, skipped, skip_limit)", "", Fp32, "loss inf", DIFFERS,
+    ),
     mistake("experts/route.cu", "(gradient[i] - mean)", "gradient[i]", Fp32, "67 x 2 of 8", DIFFERS),
     mistake("experts/sort.cu", "SORT_CHUNK) in_chunk[e] = 0;", "SORT_CHUNK) ;", Fp32, "67 x 2 of 8", TOO_EARLY),
     mistake(

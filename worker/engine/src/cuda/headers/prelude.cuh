@@ -251,3 +251,9 @@ __device__ inline void store_column_sums(const Vec8& mine, float* out, i64 c, i6
         for (int j = 0; j < 8; j++) sum.x[j] += sums[j][row * blockDim.x + threadIdx.x];
     store8(out, c, cols, is_wide(out, cols), sum);
 }
+
+// Whether a step is applied, as the AdamW kernel decides after all other kernels that ask.
+__device__ inline bool is_applied(const float* grad_norm_sq, const float* loss, const float* skipped,
+                                  float skip_limit) {
+    return isfinite(grad_norm_sq[0]) && isfinite(loss[0]) && *skipped < skip_limit;
+}

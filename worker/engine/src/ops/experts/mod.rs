@@ -7,16 +7,19 @@
 //! GatherRows      tokens -> N k rows, those of an expert side by side
 //! Grouped*        rows of expert e times the weights of expert e
 //! CombineRows     rows -> tokens: weighted sums
+//! UpdateRouterBias    loads of a step -> biases of the next step's choices
 //! ```
 //! A choice is one of the N k pairs of a token and one of its experts, numbered `n k + j`. No choice is dropped. All
 //! shapes are fixed: only the offsets, which stay on the device, tell how many rows each expert has.
 
+pub(crate) mod bias;
 pub(crate) mod grouped;
 mod logits;
 pub(crate) mod route;
 pub(crate) mod rows;
 pub(crate) mod sort;
 
+pub use bias::UpdateRouterBias;
 pub use grouped::{GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedShape};
 pub use logits::RouterLogits;
 pub use route::{BalanceLoss, RouteBackward, RouteForward, RouteShape, Router};

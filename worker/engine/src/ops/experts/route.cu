@@ -31,15 +31,15 @@ struct Logits {
     }
 };
 
-// The expert with the highest logit among those that are not taken; of equal ones, the first. NaN comes last.
-__device__ inline int next_expert(const Logits& logits, u32 taken, int experts, float& best) {
+// The expert with the highest key among those that are not taken; of equal ones, the first. NaN comes last.
+__device__ inline int next_expert(const float (&keys)[PER_LANE], u32 taken, int experts) {
     int lane = threadIdx.x % WARP, at = MAX_EXPERTS;
-    best = NEG_INF;
+    float best = NEG_INF;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
         int e = i * WARP + lane;
         if (e >= experts || taken >> i & 1) continue;
-        float z = logits.z[i] == logits.z[i] ? logits.z[i] : NEG_INF;
+        float z = keys[i] == keys[i] ? keys[i] : NEG_INF;
         if (z > best || z == best && e < at) best = z, at = e;
     }
     for (int distance = WARP / 2; distance > 0; distance /= 2) {
@@ -50,35 +50,43 @@ __device__ inline int next_expert(const Logits& logits, u32 taken, int experts, 
     return at;
 }
 
-// logits (N, E), chosen_experts (N, k), weights (N, k). Lane j keeps choice j until all are known.
-extern "C" __global__ void route_fwd(const float* __restrict__ all_logits, int* chosen_experts, float* weights,
-                                     i64 rows, i64 experts, i64 chosen, bool sigmoid, bool normalise) {
+// logits (N, E), bias (E,) or none, chosen_experts (N, k), weights (N, k). Lane j keeps choice j until all are known.
+extern "C" __global__ void route_fwd(const float* __restrict__ all_logits, const float* __restrict__ bias,
+                                     int* chosen_experts, float* weights, i64 rows, i64 experts, i64 chosen,
+                                     bool sigmoid, bool normalise, float scale) {
     pdl_wait_and_launch();
     i64 row = blockIdx.x * (i64)(blockDim.x / WARP) + threadIdx.x / WARP;
     if (row >= rows) return;
     int lane = threadIdx.x % WARP, mine = 0;
-    Logits logits(all_logits + row * experts, (int)experts);
+    const float* row_logits = all_logits + row * experts;
+    Logits logits(row_logits, (int)experts);
+    float keys[PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        int e = i * WARP + lane;
+        keys[i] = bias && e < experts ? logits.score(logits.z[i], sigmoid) + bias[e] : logits.z[i];
+    }
     u32 taken = 0;
     float weight = 0.0f, total = ROUTE_EPS;
     for (int j = 0; j < chosen; j++) {
-        float best;
-        int e = next_expert(logits, taken, (int)experts, best);
+        int e = next_expert(keys, taken, (int)experts);
         if (e % WARP == lane) taken |= 1u << e / WARP;
         // The second term is NaN if any logit is, so that a NaN does not go unnoticed.
-        float score = logits.score(best, sigmoid) + 0.0f * logits.sum;
+        float score = logits.score(row_logits[e], sigmoid) + 0.0f * logits.sum;
         if (j == lane) mine = e, weight = score;
         total += score;
     }
     if (lane >= chosen) return;
     chosen_experts[row * chosen + lane] = mine;
-    weights[row * chosen + lane] = normalise ? weight / total : weight;
+    weights[row * chosen + lane] = (normalise ? weight / total : weight) * scale;
 }
 
 // dlogits (N, E) and losses (N,), from dweights (N, k) and loads (E,).
 extern "C" __global__ void route_bwd(const float* __restrict__ all_logits, const int* __restrict__ chosen_experts,
                                      const float* __restrict__ dweights, const float* __restrict__ loads,
                                      ACT* __restrict__ dlogits, float* __restrict__ losses, i64 rows, i64 experts,
-                                     i64 chosen, bool sigmoid, bool normalise, float share, float balance, float z) {
+                                     i64 chosen, bool sigmoid, bool normalise, float scale, float share,
+                                     float balance, float z) {
     pdl_wait_and_launch();
     i64 row = blockIdx.x * (i64)(blockDim.x / WARP) + threadIdx.x / WARP;
     if (row >= rows) return;
@@ -87,7 +95,7 @@ extern "C" __global__ void route_bwd(const float* __restrict__ all_logits, const
     Logits logits(row_logits, (int)experts);
     // Lane j has choice j.
     int mine = lane < chosen ? chosen_experts[row * chosen + lane] : 0;
-    float dweight = lane < chosen ? dweights[row * chosen + lane] : 0.0f;
+    float dweight = lane < chosen ? scale * dweights[row * chosen + lane] : 0.0f;
     float weight = lane < chosen ? logits.score(row_logits[mine], sigmoid) : 0.0f;
     float total = warp_sum(weight) + ROUTE_EPS, inner = warp_sum(dweight * weight / total);
     float dscore = normalise ? (dweight - inner) / total : dweight;

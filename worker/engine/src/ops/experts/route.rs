@@ -1,8 +1,9 @@
 //! The router: scores of all experts, the k highest of each token, and the weights of these.
 //!
 //! `a = softmax(z)` or `a = sigmoid(z)` for the logits z of a token. The experts with the k highest logits are chosen;
-//! of equal ones, that with the lower index. The weight of a chosen expert is its score, or with `normalise` its share
-//! of the sum over those chosen.
+//! of equal ones, that with the lower index. With biases (Wang et al., 2024), those with the highest sums of score and
+//! bias are chosen instead. The weight of a chosen expert is its score without a bias, or with `normalise` its share of
+//! the sum over those chosen, times `scale`.
 //!
 //! Backward adds the gradients of two losses. With `f_e` the share of all choices that went to expert e and `q = a /
 //! sum(a)`, the balance loss of a token is `E sum_e f_e q_e`: 1 for a balanced load (Fedus et al., 2021). Its gradient
@@ -53,6 +54,8 @@ pub struct RouteShape {
     pub router: Router,
     /// Whether the weights of a token are divided by their sum.
     pub normalise: bool,
+    /// Factor of the weights.
+    pub scale: f32,
 }
 
 /// Chooses experts.
@@ -62,7 +65,9 @@ pub struct RouteForward<'a> {
     pub shape: RouteShape,
     /// (N, E) F32.
     pub logits: Slice<'a>,
-    /// (N, k) I32, each below E, those of a token in descending order of their logits.
+    /// (E,) F32: biases of the choice.
+    pub bias: Option<Slice<'a>>,
+    /// (N, k) I32, each below E, those of a token in descending order of their logits, or of their biased scores.
     pub experts: Slice<'a>,
     /// (N, k) F32.
     pub weights: Slice<'a>,
@@ -124,6 +129,7 @@ impl Op for RouteForward<'_> {
         let (a, s) = (Access::new("route_forward"), self.shape);
         s.check();
         let logits = a.read(self.logits, s.rows * s.experts);
+        let bias = self.bias.map(|bias| a.read(bias, s.experts));
         let experts = a.write_i32(self.experts, s.rows * s.chosen);
         let weights = a.write(self.weights, s.rows * s.chosen);
         threads.run(|| {
@@ -134,7 +140,7 @@ impl Op for RouteForward<'_> {
                 |((experts, weights), logits)| {
                     let outputs = experts.chunks_exact_mut(s.chosen).zip(weights.chunks_exact_mut(s.chosen));
                     for ((experts, weights), logits) in outputs.zip(logits.chunks_exact(s.experts)) {
-                        route(s, logits, experts, weights);
+                        route(s, logits, bias, experts, weights);
                     }
                 },
             );
@@ -142,12 +148,26 @@ impl Op for RouteForward<'_> {
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
-        let Self { shape: s, logits, experts, weights } = self;
+        let Self { shape: s, logits, bias, experts, weights } = self;
         s.check();
         expect(logits, DType::F32, s.rows * s.experts);
         expect(experts, DType::I32, s.rows * s.chosen);
         expect(weights, DType::F32, s.rows * s.chosen);
-        let args = args![logits, experts, weights, s.rows, s.experts, s.chosen, s.is_sigmoid(), s.normalise];
+        if let Some(bias) = bias {
+            expect(bias, DType::F32, s.experts);
+        }
+        let args = args![
+            logits,
+            bias,
+            experts,
+            weights,
+            s.rows,
+            s.experts,
+            s.chosen,
+            s.is_sigmoid(),
+            s.normalise,
+            s.scale,
+        ];
         // SAFETY: checked above.
         unsafe { gpu.launch("route_fwd", s.launch(gpu), args) }
     }
@@ -170,7 +190,8 @@ impl Op for RouteBackward<'_> {
                 let logits = &logits[row * s.experts..][..s.experts];
                 let choices = row * s.chosen..(row + 1) * s.chosen;
                 let chosen = experts[choices.clone()].iter().map(|expert| index(*expert));
-                let chosen: Vec<_> = chosen.zip(dweights[choices].iter().copied()).collect();
+                let dweights = dweights[choices].iter().map(|dweight| s.scale * dweight);
+                let chosen: Vec<_> = chosen.zip(dweights).collect();
                 *token_loss = derive(s, logits, &chosen, &shares, [loss.balance, loss.z], dlogits);
             });
         });
@@ -197,6 +218,7 @@ impl Op for RouteBackward<'_> {
             s.chosen,
             s.is_sigmoid(),
             s.normalise,
+            s.scale,
             loss.share,
             loss.balance * s.experts as f32,
             loss.z,
@@ -212,25 +234,29 @@ fn largest_and_sum(logits: &[f32]) -> (f32, f32) {
     (largest, math::sum(logits.len(), |e| math::exp(logits[e] - largest)))
 }
 
-fn route(s: RouteShape, logits: &[f32], experts: &mut [i32], weights: &mut [f32]) {
+fn route(s: RouteShape, logits: &[f32], bias: Option<&[f32]>, experts: &mut [i32], weights: &mut [f32]) {
     let (largest, sum) = largest_and_sum(logits);
+    let score = |e: usize| match s.router {
+        Router::Softmax => math::exp(logits[e] - largest) / sum,
+        Router::Sigmoid => sigmoid(logits[e]),
+    };
     // NaN is chosen last, which leaves every choice below E. The weights become NaN through the sum.
     // Adding 0 makes -0 equal to 0.
-    let key = |e: usize| if logits[e].is_nan() { f32::NEG_INFINITY } else { logits[e] + 0.0 };
+    let key = |e: usize| {
+        let key = bias.map_or(logits[e], |bias| score(e) + bias[e]);
+        if key.is_nan() { f32::NEG_INFINITY } else { key + 0.0 }
+    };
+    let keys: Vec<f32> = (0..s.experts).map(key).collect();
     let mut order: Vec<usize> = (0..s.experts).collect();
-    order.sort_by(|a, b| key(*b).total_cmp(&key(*a)).then(a.cmp(b)));
+    order.sort_by(|a, b| keys[*b].total_cmp(&keys[*a]).then(a.cmp(b)));
     let mut total = 0.0;
     for ((expert, weight), e) in experts.iter_mut().zip(weights.iter_mut()).zip(order) {
         *expert = i32::try_from(e).unwrap_or(i32::MAX);
-        *weight = match s.router {
-            Router::Softmax => math::exp(key(e) - largest) / sum,
-            Router::Sigmoid => sigmoid(key(e)) + 0.0 * sum,
-        };
+        *weight = score(e) + 0.0 * sum;
         total += *weight;
     }
-    if s.normalise {
-        weights.iter_mut().for_each(|weight| *weight /= total + ROUTE_EPS);
-    }
+    let total = if s.normalise { total + ROUTE_EPS } else { 1.0 };
+    weights.iter_mut().for_each(|weight| *weight = *weight / total * s.scale);
 }
 
 /// Computes the gradients of a token's logits from those of the weights of its choices. Returns its balance loss.

@@ -16,9 +16,7 @@ const BLOCK: usize = 1 << 14;
 
 /// Returns the norm of the gradients if the step is applied.
 fn applied_norm(a: &Access, conditions: StepConditions<'_>) -> Option<f32> {
-    let StepConditions { grad_norm_sq, loss, skipped, skip_limit } = conditions;
-    let [norm_sq, loss, skipped] = [grad_norm_sq, loss, skipped].map(|x| a.read(x, 1)[0]);
-    (norm_sq.is_finite() && loss.is_finite() && skipped < skip_limit).then(|| norm_sq.sqrt())
+    conditions.are_met(a).then(|| a.read(conditions.grad_norm_sq, 1)[0].sqrt())
 }
 
 fn read_pieces(a: &Access, pieces: &MuonPieces) -> Vec<MuonPiece> {

@@ -18,12 +18,6 @@ const NORM_PARTIALS: usize = 64;
 /// Blocks per piece are limited so that there are this many times as many as run at once: pieces differ in length.
 const WAVES: usize = 4;
 
-impl StepConditions<'_> {
-    fn check(&self) {
-        [self.grad_norm_sq, self.loss, self.skipped].into_iter().for_each(|x| expect(x, DType::F32, 1));
-    }
-}
-
 /// Panics unless arrays of these lengths contain all pieces.
 fn expect_pieces(pieces: &MuonPieces, lens: [Option<usize>; 3]) {
     let fits = pieces.ends.iter().zip(lens).all(|(end, len)| len.is_none_or(|len| *end <= len));

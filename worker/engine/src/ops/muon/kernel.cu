@@ -8,11 +8,6 @@ struct Piece {
     unsigned unused;
 };
 
-__device__ inline bool is_applied(const float* grad_norm_sq, const float* loss, const float* skipped,
-                                  float skip_limit) {
-    return isfinite(grad_norm_sq[0]) && isfinite(loss[0]) && *skipped < skip_limit;
-}
-
 // The blocks with the same x share a piece or a matrix, eight elements per thread and iteration.
 #define FOR_EIGHT(i, len, block, blocks) \
     for (i64 i = ((block) * (i64)blockDim.x + threadIdx.x) * 8; i < (len); i += (blocks) * (i64)blockDim.x * 8)

@@ -30,8 +30,8 @@ use xlaunch_pool::DType;
 
 use super::adamw::scalar;
 use super::{Cuda, Op};
-use crate::cpu::Threads;
-use crate::cuda::{KernelFile, Macro, source};
+use crate::cpu::{Access, Threads};
+use crate::cuda::{KernelFile, Macro, expect, source};
 use crate::error::Result;
 use crate::tensor::Slice;
 pub use table::{MuonPiece, MuonPieces};
@@ -81,6 +81,20 @@ pub struct StepConditions<'a> {
     pub loss: Slice<'a>,
     pub skipped: Slice<'a>,
     pub skip_limit: f32,
+}
+
+impl StepConditions<'_> {
+    /// Panics unless the slices are such numbers.
+    pub(crate) fn check(&self) {
+        [self.grad_norm_sq, self.loss, self.skipped].into_iter().for_each(|x| expect(x, DType::F32, 1));
+    }
+
+    /// Returns whether the CPU applies the step.
+    pub(crate) fn are_met(&self, access: &Access) -> bool {
+        let [norm_sq, loss, skipped] =
+            [self.grad_norm_sq, self.loss, self.skipped].map(|x| access.read(x, 1)[0]);
+        norm_sq.is_finite() && loss.is_finite() && skipped < self.skip_limit
+    }
 }
 
 /// The momentum of all pieces, and their update with Nesterov's momentum.
