@@ -118,9 +118,20 @@ CASES = {
     "olmoe": ("olmoe", dict(num_experts=6, num_experts_per_tok=3)),
     "qwen3_moe": ("qwen3_moe", dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=48, head_dim=24,
                                     norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True)),
+    "qwen2_moe": ("qwen2_moe", dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=48,
+                                    shared_expert_intermediate_size=96)),
+    "qwen2_moe-normalised+": ("qwen2_moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40,
+                                                shared_expert_intermediate_size=40, norm_topk_prob=True,
+                                                qkv_bias=False, tie_word_embeddings=True)),
+    "glm4_moe": ("glm4_moe", dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, head_dim=24,
+                                  num_hidden_layers=3, use_qk_norm=True, attention_bias=True,
+                                  routed_scaling_factor=2.5)),
+    "glm4_moe-plain+": ("glm4_moe", dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=40,
+                                         n_shared_experts=2, norm_topk_prob=False, first_k_dense_replace=0,
+                                         tie_word_embeddings=True)),
 }
-# Factors of the losses of routers.
-BALANCE, Z = 0.02, 0.003
+# Factors of the losses of routers, and the change of biases per step.
+BALANCE, Z, BIAS_RATE = 0.02, 0.003, 0.01
 
 
 def configuration(case):
@@ -137,16 +148,29 @@ def make(case, directory):
         # Weights are larger than initial ones and biases are not zero, so that every term matters.
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for _, bias in router_biases(model):
+            bias.copy_(torch.randn_like(bias) * 0.1)
         if "ties" in case:
             # torch and xlaunch choose other experts of equal logits, which therefore have equal weights.
             for name, parameter in model.named_parameters():
                 if ".experts." in name or name.endswith("mlp.gate.weight"):
                     parameter.copy_(parameter[:1].expand_as(parameter).clone())
     if case.endswith("+"):
-        model.to(torch.bfloat16).save_pretrained(directory, max_shard_size="30KB")
+        biases = [bias.clone() for _, bias in router_biases(model)]
+        model.to(torch.bfloat16)
+        # They stay in fp32, as in published files.
+        for (router, _), bias in zip(router_biases(model), biases, strict=True):
+            router.e_score_correction_bias = bias
+        model.save_pretrained(directory, max_shard_size="30KB")
     else:
         model.save_pretrained(directory)
     byte_vocabulary.write(pathlib.Path(directory) / "tokenizer.json", VOCAB)
+
+
+def router_biases(model):
+    """Routers with biases, in the order of blocks, and these."""
+    return [(module, module.e_score_correction_bias) for module in model.modules()
+            if hasattr(module, "e_score_correction_bias")]
 
 
 def fixture(path):
@@ -205,7 +229,7 @@ class Xlaunch:
         """Returns the keys of [data] for one sequence."""
         return f'train = ["{self.folder}/ids.bin"]\nval = ["{self.folder}/ids.bin"]\ntokenizer = "bin"'
 
-    def train(self, case, init, steps, lr, more="clip = 0"):
+    def train(self, case, init, steps, lr, more="clip = 0\nrouter_bias_rate = 0"):
         """Trains on one sequence, with more keys of [train] and other sections; returns the loss before each step, and
         the directory of the export."""
         decay = "weight_decay = 0\n" if steps == 1 else ""
@@ -235,10 +259,23 @@ def router_loss(model, ids):
     if not experts:
         return 0.0
     logits = model(torch.tensor([ids[:-1]]), output_router_logits=True).router_logits
-    chosen = config.num_experts_per_tok
-    # The library's loss of a balanced load is the number of chosen experts.
-    balance = sum(load_balancing_loss_func((layer,), experts, chosen) for layer in logits) / chosen
+    chosen, biases = config.num_experts_per_tok, [bias for _, bias in router_biases(model)]
+    if biases:
+        balance = sum(biased_loss(layer, bias, chosen) for layer, bias in zip(logits, biases, strict=True))
+    else:
+        # The library's loss of a balanced load is the number of chosen experts.
+        balance = sum(load_balancing_loss_func((layer,), experts, chosen) for layer in logits) / chosen
     return BALANCE * balance + Z * sum(layer.logsumexp(-1).square().mean() for layer in logits)
+
+
+def biased_loss(logits, bias, chosen):
+    """The balance loss of sigmoid scores, which the library does not have. Also moves the biases."""
+    scores = logits.sigmoid()
+    experts = (scores + bias).topk(chosen).indices.flatten()
+    loads = torch.bincount(experts, minlength=len(bias))
+    bias += BIAS_RATE * (len(experts) - loads * len(bias)).sign()
+    shares = loads / len(experts)
+    return len(bias) * (shares * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum()
 
 
 def compare(xlaunch, case):
@@ -290,7 +327,7 @@ def compare(xlaunch, case):
         (value + router_loss(trained, ids)).backward()
         optimizer.step()
         expected.append(value.item())
-    routers = f"clip = 0\nrouter_aux_loss_coef = {BALANCE}\nrouter_z_loss_coef = {Z}"
+    routers = f"clip = 0\nrouter_aux_loss_coef = {BALANCE}\nrouter_z_loss_coef = {Z}\nrouter_bias_rate = {BIAS_RATE}"
     losses, _ = xlaunch.train(case, directory, STEPS, LR, routers)
     distance = max(abs(a - b) for a, b in zip(expected, losses, strict=True))
     check("steps", distance <= 1e-4 * max(map(abs, expected)), f"{distance:.2e} apart: {losses[-1]}, {expected[-1]}")

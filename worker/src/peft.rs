@@ -173,6 +173,7 @@ pub(crate) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
             shape: shape.to_vec(),
             elements,
             order,
+            exact: false,
             prefix: false,
         };
         let rows = match &weight.order {

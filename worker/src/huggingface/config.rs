@@ -12,7 +12,7 @@ use super::ModelError;
 use super::families::{FAMILIES, Family};
 use super::key::nearly_equal;
 use super::keys::Keys;
-use super::without_effect::WITHOUT_EFFECT;
+use super::without_effect::{FURTHER_BLOCKS, WITHOUT_EFFECT};
 use super::{layers, unsupported};
 
 /// Ids with which generation starts and stops.
@@ -39,6 +39,12 @@ pub(super) fn parse(path: &Path, json: &[u8]) -> Result<ModelShape, ModelError> 
         .find(|family| Some(family.model_type) == model_type)
         .ok_or_else(|| keys.refused("model_type", &unsupported::reason(model_type)))?;
     read(family, &keys)
+}
+
+/// Returns the number of blocks in the files of a model that are not read.
+pub(super) fn further_blocks(json: &[u8]) -> u64 {
+    let values: Map<String, Value> = serde_json::from_slice(json).unwrap_or_default();
+    values.get(FURTHER_BLOCKS).and_then(Value::as_u64).unwrap_or(0)
 }
 
 /// Reads the keys of a family.
@@ -251,8 +257,8 @@ pub(super) fn inherit_config(
 /// Restores keys of the original `config.json` or `generation_config.json` in that of a model that was trained from it.
 /// Values that this export determines are not restored. Ids that end a text are merged from both.
 pub(super) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) -> Value {
-    const OF_THIS_EXPORT: [&str; 6] =
-        ["dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "n_positions", "n_ctx"];
+    const OF_THIS_EXPORT: [&str; 7] =
+        ["dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "n_positions", "n_ctx", FURTHER_BLOCKS];
     const OF_ANOTHER: [&str; 3] = ["transformers_version", "_name_or_path", "quantization_config"];
     if read.is_empty() {
         return written;

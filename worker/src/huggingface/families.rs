@@ -6,13 +6,14 @@
 use xlaunch_spec::model::{Arch, ModelShape, Parallel};
 
 use super::key::Meaning::{
-    Activation, Cap, Derived, Flag, Implied, Nullable, Number, Only, Parallel as SideBySide, QueryScalar,
-    QueryScale, Reciprocal, Size,
+    Activation, Cap, Derived, Flag, Implied, Nullable, Number, Only, Parallel as SideBySide, QkNorm,
+    QueryScalar, QueryScale, Reciprocal, SharedWidth, Size, Unused,
 };
 use super::key::{Field, Key, field};
 use super::layers::Windows;
 use super::rope::{ROPE, Rope};
 use super::tensor_names::{self as names, Names};
+use super::without_effect::FURTHER_BLOCKS;
 
 /// A family of models.
 #[derive(Debug)]
@@ -127,7 +128,7 @@ const LLAMA_FAMILY: Family = Family {
     names: &names::LLAMA,
 };
 
-pub(super) static FAMILIES: [Family; 20] = [
+pub(super) static FAMILIES: [Family; 22] = [
     LLAMA_FAMILY,
     Family {
         arch: Arch::Gpt2,
@@ -515,6 +516,71 @@ pub(super) static FAMILIES: [Family; 20] = [
         without_effect: &[AUX_LOSS, "sliding_window", "max_window_layers"],
         divided: false,
         names: &names::EXPERT_MATRICES,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::Qwen2Moe,
+        model_type: "qwen2_moe",
+        title: "Qwen2-MoE",
+        class: "Qwen2MoeForCausalLM",
+        keys: &[
+            &sizes([151_936, 2048, 5632, 24, 16, 32768]),
+            &grouped(16),
+            &[
+                eps("rms_norm_eps", 1e-6),
+                tied(false),
+                ACT,
+                Key("moe_intermediate_size", Size(field!(expert_ffn), 1408)),
+                Key("shared_expert_intermediate_size", SharedWidth(5632)),
+                Key("num_experts", Size(field!(experts), 60)),
+                Key("num_local_experts", Derived(field!(experts), |shape| shape.experts)),
+                experts_per_token(4),
+                NORMALISE,
+                Key("qkv_bias", Flag(field!(qkv_bias), true)),
+                Key("decoder_sparse_step", Only(&["1"])),
+                Key("use_sliding_window", Only(&["false"])),
+                NO_ROUTER_LOGITS,
+            ],
+        ],
+        windows: Windows::Switched(4096),
+        without_effect: &[AUX_LOSS],
+        divided: false,
+        names: &names::QWEN2_MOE,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::Glm4Moe,
+        model_type: "glm4_moe",
+        title: "GLM-4.5",
+        class: "Glm4MoeForCausalLM",
+        keys: &[
+            &sizes([151_552, 4096, 10944, 46, 96, 131_072]),
+            &grouped(8),
+            &[
+                eps("rms_norm_eps", 1e-5),
+                tied(false),
+                ACT,
+                Key("attention_bias", Flag(field!(qkv_bias), false)),
+                Key("use_qk_norm", QkNorm(false)),
+                Key("moe_intermediate_size", Size(field!(expert_ffn), 1408)),
+                Key("n_shared_experts", Size(field!(shared_experts), 1)),
+                Key("n_routed_experts", Size(field!(experts), 128)),
+                Key("num_local_experts", Derived(field!(experts), |shape| shape.experts)),
+                experts_per_token(8),
+                Key("norm_topk_prob", Flag(field!(normalise), true)),
+                Key("routed_scaling_factor", Number(field!(routed_scale), 1.0)),
+                Key("first_k_dense_replace", Size(field!(dense_layers), 1)),
+                Key("n_group", Only(&["1"])),
+                Key("topk_group", Only(&["1"])),
+                // Blocks that predict further tokens, which the library's class does not read either.
+                Key(FURTHER_BLOCKS, Unused("0")),
+                NO_ROUTER_LOGITS,
+            ],
+        ],
+        rope: Some(Rope { fraction: Some(("partial_rotary_factor", 0.5)), ..ROPE }),
+        without_effect: &[AUX_LOSS, "num_mtp_layers"],
+        divided: false,
+        names: &names::GLM4_MOE,
         ..LLAMA_FAMILY
     },
 ];

@@ -1,7 +1,7 @@
 //! Keys of `config.json` with their meanings, each of which is read and written. Pure.
 
 use serde_json::{Map, Value, json};
-use xlaunch_spec::model::{Activation, ModelShape, Parallel};
+use xlaunch_spec::model::{Activation, ModelShape, Parallel, QkNorm};
 
 use super::ModelError;
 use super::keys::Keys;
@@ -52,6 +52,12 @@ pub(super) enum Meaning {
     Parallel(Parallel, bool),
     /// The activation function; the default is that of the family.
     Activation,
+    /// The hidden width of all shared experts, a multiple of that of an expert, and its default.
+    SharedWidth(usize),
+    /// Whether the queries and keys of each head are normalised, and the default.
+    QkNorm(bool),
+    /// Any value is read without an effect, and this one is written, as JSON.
+    Unused(&'static str),
     /// Only these values, as JSON, are computed. The first one is written.
     Only(&'static [&'static str]),
 }
@@ -113,6 +119,17 @@ impl Key {
                 };
                 shape.activation = *activation;
             }
+            Meaning::SharedWidth(default) => {
+                let (width, expert) = (keys.size(name, *default)?, shape.expert_width());
+                if expert == 0 || !width.is_multiple_of(expert) {
+                    return Err(keys.refused(name, &format!("it must be a multiple of an expert's {expert}")));
+                }
+                shape.shared_experts = width / expert;
+            }
+            Meaning::QkNorm(default) => {
+                shape.qk_norm = if keys.flag(name, *default)? { QkNorm::Head } else { QkNorm::None };
+            }
+            Meaning::Unused(_) => {}
             Meaning::Only(accepted) => keys.only(name, accepted)?,
         }
         Ok(())
@@ -141,6 +158,9 @@ impl Key {
                 let first = names.clone().next();
                 json!(names.find(|(known, _)| *known == prefer).or(first).map(|(known, _)| *known))
             }
+            Meaning::SharedWidth(_) => json!(shape.shared_width()),
+            Meaning::QkNorm(_) => json!(shape.qk_norm == QkNorm::Head),
+            Meaning::Unused(text) => serde_json::from_str(text).unwrap_or_default(),
             Meaning::Only(accepted) => {
                 accepted.first().and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
             }
@@ -161,7 +181,9 @@ impl Key {
             Meaning::QueryScalar(_) | Meaning::QueryScale(_) => key == "model.query_scale",
             Meaning::Parallel(..) => key == "model.parallel",
             Meaning::Activation => key == "model.activation",
-            Meaning::Implied(..) | Meaning::Only(_) => false,
+            Meaning::SharedWidth(_) => key == "model.shared_experts",
+            Meaning::QkNorm(_) => key == "model.qk_norm",
+            Meaning::Implied(..) | Meaning::Unused(_) | Meaning::Only(_) => false,
         }
     }
 }

@@ -20,6 +20,7 @@ use xlaunch_spec::model::ModelShape;
 
 use super::families::Family;
 use super::tensor_names::{self, Mapped, Order};
+use super::without_effect::FURTHER_BLOCKS;
 use super::{INDEX, ModelError, WEIGHTS, config};
 use crate::checkpoint::{Abandoned, Arena, Piece, Sink, read_header};
 use crate::inherited::CONFIG;
@@ -53,6 +54,8 @@ pub struct Directory {
     shape: ModelShape,
     /// The configuration ties the head to the embedding, but the files have another head.
     untied: bool,
+    /// Number of blocks for the prediction of further tokens, which are not read.
+    further_blocks: u64,
 }
 
 /// The files of a directory, whose tensors match those of a model.
@@ -96,8 +99,10 @@ impl Directory {
     /// If the file cannot be read, or describes a model that cannot be represented.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let file = path.join(CONFIG);
-        let shape = config::parse(&file, &read_whole(&file, MAX_CONFIG_BYTES)?)?;
-        let mut directory = Self { path: path.into(), shape, untied: false };
+        let json = read_whole(&file, MAX_CONFIG_BYTES)?;
+        let shape = config::parse(&file, &json)?;
+        let further_blocks = config::further_blocks(&json);
+        let mut directory = Self { path: path.into(), shape, untied: false, further_blocks };
         if directory.shape.tied && directory.has_other_head() {
             (directory.shape.tied, directory.untied) = (false, true);
         }
@@ -114,15 +119,24 @@ impl Directory {
         &self.shape
     }
 
-    /// Returns a message for the user if the files contradict `config.json`.
+    /// Returns a message for the user if parts of the files are not read, or contradict `config.json`.
     pub fn note(&self) -> Option<String> {
-        self.untied.then(|| {
+        let further = (self.further_blocks > 0).then(|| {
+            format!(
+                "{}: `{FURTHER_BLOCKS}` is {}: blocks that predict further tokens are neither trained nor exported",
+                self.path.join(CONFIG).display(),
+                self.further_blocks
+            )
+        });
+        let untied = self.untied.then(|| {
             format!(
                 "{}: `tie_word_embeddings` is true, but the files have a head of their own, which is used; set it to \
                  false to be read alike by all programs",
                 self.path.join(CONFIG).display()
             )
-        })
+        });
+        let notes: Vec<String> = [further, untied].into_iter().flatten().collect();
+        (!notes.is_empty()).then(|| notes.join("\n"))
     }
 
     /// Returns whether the files have a head that differs from the embedding. Transformers 5 uses both then, even if

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use xlaunch_spec::model::ModelShape;
 
-use crate::model::layout::{Block, Layout, Linear, Norm};
+use crate::model::layout::{Block, Layout, Linear, Norm, Shared};
 
 /// Names of the tensors of a family, without `.weight` and `.bias`.
 #[derive(Debug)]
@@ -36,6 +36,15 @@ pub(crate) struct Names {
     out: &'static str,
     /// Names of a router and its experts, in families that have them.
     experts: Option<Experts>,
+    /// Biases of the choice of experts, the whole name.
+    router_bias: &'static str,
+    /// Beginning of the names of the shared experts' matrices, which are called as those of a dense block.
+    shared: &'static str,
+    shared_gate: &'static str,
+    /// The same names in files with one tensor for all experts.
+    grouped: Option<&'static Names>,
+    /// True if files may have more blocks, which predict further tokens. They are not read.
+    further_blocks: bool,
     /// True if files store matrices as `[inputs, outputs]`.
     transposed: bool,
 }
@@ -81,6 +90,11 @@ pub(super) const LLAMA: Names = Names {
     fc: &["mlp.gate_proj", "mlp.up_proj"],
     out: "mlp.down_proj",
     experts: None,
+    router_bias: "",
+    shared: "",
+    shared_gate: "",
+    grouped: None,
+    further_blocks: false,
     transposed: false,
 };
 
@@ -135,6 +149,7 @@ pub(super) const MIXTRAL: Names = Names {
         experts: "block_sparse_moe.experts",
         parts: ["w1", "w3", "w2"],
     }),
+    grouped: Some(&GROUPED_EXPERTS),
     ..LLAMA
 };
 
@@ -145,11 +160,31 @@ pub(super) const EXPERT_MATRICES: Names = Names {
         experts: "mlp.experts",
         parts: ["gate_proj", "up_proj", "down_proj"],
     }),
+    grouped: Some(&GROUPED_EXPERTS),
     ..LLAMA
 };
 
+pub(super) const QWEN2_MOE: Names = Names {
+    shared: SHARED_EXPERT,
+    shared_gate: SHARED_EXPERT_GATE,
+    grouped: Some(&Names { shared: SHARED_EXPERT, shared_gate: SHARED_EXPERT_GATE, ..GROUPED_EXPERTS }),
+    ..EXPERT_MATRICES
+};
+const SHARED_EXPERT: &str = "mlp.shared_expert";
+const SHARED_EXPERT_GATE: &str = "mlp.shared_expert_gate";
+
+pub(super) const GLM4_MOE: Names = Names {
+    router_bias: SCORE_CORRECTION,
+    shared: SHARED_EXPERTS,
+    grouped: Some(&Names { router_bias: SCORE_CORRECTION, shared: SHARED_EXPERTS, ..GROUPED_EXPERTS }),
+    further_blocks: true,
+    ..EXPERT_MATRICES
+};
+const SCORE_CORRECTION: &str = "mlp.gate.e_score_correction_bias";
+const SHARED_EXPERTS: &str = "mlp.shared_experts";
+
 /// Parameters of all of these families in transformers 5, whose files have the names above.
-pub(super) static GROUPED_EXPERTS: Names = Names {
+const GROUPED_EXPERTS: Names = Names {
     experts: Some(Experts::Grouped {
         router: "mlp.gate",
         parts: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -164,7 +199,7 @@ impl Names {
         mut tensors: impl Iterator<Item = &'a String>,
     ) -> &'static Self {
         let is_grouped = |name: &String| name.ends_with(".mlp.experts.gate_up_proj");
-        if self.experts.is_some() && tensors.any(is_grouped) { &GROUPED_EXPERTS } else { self }
+        self.grouped.filter(|_| tensors.any(is_grouped)).unwrap_or(self)
     }
 }
 
@@ -178,6 +213,8 @@ pub(crate) struct Mapped {
     pub(crate) elements: Range<usize>,
     /// Order of the values in files.
     pub(crate) order: Order,
+    /// Exports have it in fp32 whatever their type: it must keep its precision.
+    pub(crate) exact: bool,
     /// True if a file may have additional rows, for positions that the model does not use.
     pub(crate) prefix: bool,
 }
@@ -250,7 +287,8 @@ pub(crate) fn tensors(names: &'static Names, shape: &ModelShape, layout: &Layout
     list.tensors
 }
 
-/// Returns whether a tensor holds no parameters: masks and frequencies, which older versions saved, or a tied head.
+/// Returns whether a tensor holds no parameters of the model: masks and frequencies, which older versions saved, a tied
+/// head, or blocks that predict further tokens.
 pub(super) fn is_derived(name: &str, names: &Names, shape: &ModelShape) -> bool {
     const ENDS: [&str; 6] = [
         ".attn.bias",
@@ -260,8 +298,15 @@ pub(super) fn is_derived(name: &str, names: &Names, shape: &ModelShape) -> bool 
         ".rotary_emb.inv_freq",
         ".rotary_emb.cos_cached",
     ];
+    let is_further = || {
+        let blocks = format!("{}{}.", names.prefix, names.blocks);
+        let index = name.strip_prefix(&blocks).and_then(|rest| rest.split('.').next());
+        index.and_then(|index| index.parse::<usize>().ok()).is_some_and(|index| index >= shape.layers)
+    };
     let is_head = || name.strip_suffix(".weight") == Some(names.head);
-    (shape.tied && is_head()) || ENDS.iter().any(|end| name.ends_with(end))
+    (shape.tied && is_head())
+        || (names.further_blocks && is_further())
+        || ENDS.iter().any(|end| name.ends_with(end))
 }
 
 struct List<'a> {
@@ -280,6 +325,13 @@ impl List<'_> {
         if let Some(norms) = &block.qk_norm {
             for (part, range) in names.qk_norm.iter().zip(norms) {
                 self.vector(&format!("{}.weight", name(part)), Some(range), range.len());
+                let (width, pairs) = (shape.head_dim, shape.rotated_width() / 2);
+                // The elements of heads are in the order of the projections' rows.
+                let row = |row| row / width * width + rotated_row(row % width, width, pairs);
+                let rows: Vec<usize> = (0..range.len()).map(row).collect();
+                if let Some(scales) = self.tensors.last_mut().filter(|_| !rows.is_sorted()) {
+                    scales.order = Order::Rows(rows);
+                }
             }
         }
         self.linear(&name(names.proj), &block.proj, [dim, attention]);
@@ -287,6 +339,22 @@ impl List<'_> {
         self.norm(&name(names.ln[1]), block.ln2.as_ref());
         if let Some((router, experts)) = block.router.as_ref().zip(names.experts.as_ref()) {
             self.experts(&name, experts, router, block);
+            if let Some(bias) = &block.router_bias {
+                self.push(name(names.router_bias), vec![bias.len()], bias.start);
+                if let Some(bias) = self.tensors.last_mut() {
+                    bias.exact = true;
+                }
+            }
+            if let Some(Shared { fc, out, gate }) = &block.shared {
+                let part = |part: &str| format!("{}.{part}", name(names.shared));
+                let width = shape.shared_width();
+                self.rows(&part("gate_proj"), fc, 0..width, dim);
+                self.rows(&part("up_proj"), fc, width..2 * width, dim);
+                self.linear(&part("down_proj"), out, [dim, width]);
+                if let Some(gate) = gate {
+                    self.matrix(&name(names.shared_gate), gate.start, [1, dim]);
+                }
+            }
         } else {
             let rows = shape.ffn_inputs() / names.fc.len();
             for (index, part) in names.fc.iter().enumerate() {
@@ -387,7 +455,7 @@ impl List<'_> {
 
     fn push(&mut self, name: String, shape: Vec<usize>, at: usize) {
         let elements = at..at + shape.iter().product::<usize>();
-        self.tensors.push(Mapped { name, shape, elements, order: Order::Same, prefix: false });
+        self.tensors.push(Mapped { name, shape, elements, order: Order::Same, exact: false, prefix: false });
     }
 }
 

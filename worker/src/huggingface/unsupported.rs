@@ -3,10 +3,9 @@
 use super::families::FAMILIES;
 
 const EXPERTS: &str = "its mixture of experts is another architecture";
-const SHARED: &str = "it has experts that all tokens share";
 const LINEAR: &str = "it has linear attention";
 const STATE_SPACE: &str = "it has state space layers";
-const LATENT: &str = "it has latent attention and experts that all tokens share";
+const LATENT: &str = "it has latent attention";
 const IMAGES: &str = "it is a model of images or sound";
 
 /// Beginnings of types with the reason and the nearest supported type. The first match counts.
@@ -15,13 +14,15 @@ const REASONS: &[(&str, &str, &str)] = &[
     ("qwen3_5", LINEAR, "qwen3"),
     ("qwen3_vl", IMAGES, "qwen3"),
     ("qwen3_", "it is another architecture", "qwen3"),
-    ("qwen2_moe", SHARED, "qwen3_moe"),
     ("qwen2_", IMAGES, "qwen2"),
-    ("llama4", SHARED, "mixtral"),
+    ("llama4", EXPERTS, "mixtral"),
     ("mllama", IMAGES, "llama"),
     ("ministral", "it is another architecture", "mistral"),
     ("mistral", IMAGES, "mistral"),
-    ("deepseek", LATENT, "qwen3_moe"),
+    ("deepseek", LATENT, "glm4_moe"),
+    ("glm4_moe_lite", LATENT, "glm4_moe"),
+    ("glm4v", IMAGES, "glm4_moe"),
+    ("glm4", "it rotates elements in another order", "glm4_moe"),
     ("gpt_oss", "it has attention sinks, and experts with biases and clamped activations", "mixtral"),
     ("flex_olmo", EXPERTS, "olmoe"),
     ("olmo_hybrid", LINEAR, "olmo3"),

@@ -90,3 +90,6 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
     "top_p",
     "typical_p",
 ];
+
+/// Number of blocks after the others that predict further tokens, which are not read.
+pub(super) const FURTHER_BLOCKS: &str = "num_nextn_predict_layers";

@@ -41,6 +41,11 @@ impl ExportDtype {
         }
     }
 
+    /// Returns the type of a tensor in an export of this type.
+    fn of(self, tensor: &Mapped) -> Self {
+        if tensor.exact { Self::Fp32 } else { self }
+    }
+
     fn width(self) -> usize {
         match self {
             Self::Fp32 => 4,
@@ -129,11 +134,11 @@ impl Plan {
         let (file, mut end) = (self.files.len(), 0);
         let mut header = Map::new();
         header.insert("__metadata__".into(), json!({"format": "pt", PRODUCER.0: PRODUCER.1}));
-        let dtype = if self.dtype == ExportDtype::Bf16 { "BF16" } else { "F32" };
         let mut placed = Vec::with_capacity(group.len());
         for tensor in group {
             let begin = end;
             end += tensor_bytes(&tensor, self.dtype);
+            let dtype = if self.dtype.of(&tensor) == ExportDtype::Bf16 { "BF16" } else { "F32" };
             let info = json!({"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, end]});
             header.insert(tensor.name.clone(), info);
             placed.push((tensor, begin));
@@ -167,7 +172,7 @@ impl Plan {
 }
 
 fn tensor_bytes(tensor: &Mapped, dtype: ExportDtype) -> u64 {
-    (tensor.elements.len() * dtype.width()) as u64
+    (tensor.elements.len() * dtype.of(tensor).width()) as u64
 }
 
 /// The files of a plan during writing.
@@ -244,12 +249,13 @@ impl Writer {
     /// Writes values of a tensor in their final order, starting at its value `first`.
     fn write(&self, index: usize, first: usize, values: &[f32]) -> Result<(), ModelError> {
         let Planned { tensor, file, at } = &self.plan.tensors[index];
-        let bytes = self.plan.dtype.encode(values).ok_or_else(|| ModelError::Tensor {
+        let dtype = self.plan.dtype.of(tensor);
+        let bytes = dtype.encode(values).ok_or_else(|| ModelError::Tensor {
             path: self.dir.join(&self.plan.files[*file].name),
             name: tensor.name.clone(),
-            problem: format!("it has values that are not finite in {}", self.plan.dtype.name()),
+            problem: format!("it has values that are not finite in {}", dtype.name()),
         })?;
-        let at = at + (first * self.plan.dtype.width()) as u64;
+        let at = at + (first * dtype.width()) as u64;
         let file = &self.files[*file];
         file.file().write_all_at(&bytes, at).map_err(|error| write_error(file.path(), &error))?;
         self.written.fetch_add(values.len(), Ordering::Relaxed);

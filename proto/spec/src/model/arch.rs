@@ -52,11 +52,17 @@ pub enum Arch {
     /// Qwen3-MoE: Qwen3 with experts.
     #[serde(rename = "qwen3_moe")]
     Qwen3Moe,
+    /// Qwen2-MoE: Qwen2 with experts, and a gated one that all tokens use.
+    #[serde(rename = "qwen2_moe")]
+    Qwen2Moe,
+    /// GLM-4.5: Llama with partial rotation, experts balanced by biases, and some that all tokens use.
+    #[serde(rename = "glm4_moe")]
+    Glm4Moe,
 }
 
 impl Arch {
     /// All families.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 22] = [
         Self::Gpt2,
         Self::Llama,
         Self::Mistral,
@@ -77,6 +83,8 @@ impl Arch {
         Self::Mixtral,
         Self::Olmoe,
         Self::Qwen3Moe,
+        Self::Qwen2Moe,
+        Self::Glm4Moe,
     ];
 
     /// Returns a tiny model of the family. Its keys of the architecture are those of the family's published models.
@@ -139,25 +147,10 @@ impl Arch {
             Self::Mixtral => {
                 ModelShape { arch: self, experts: 8, ffn: 176, rope_theta: 1e6, tied: false, ..LLAMA }
             }
-            Self::Olmoe => ModelShape {
-                arch: self,
-                experts: 8,
-                ffn: 176,
-                normalise: false,
-                qk_norm: QkNorm::Full,
-                tied: false,
-                ..LLAMA
-            },
-            Self::Qwen3Moe => ModelShape {
-                arch: self,
-                experts: 8,
-                expert_ffn: 176,
-                qk_norm: QkNorm::Head,
-                norm_eps: 1e-6,
-                rope_theta: 1e6,
-                tied: false,
-                ..LLAMA
-            },
+            Self::Olmoe => OLMOE,
+            Self::Qwen3Moe => QWEN3_MOE,
+            Self::Qwen2Moe => QWEN2_MOE,
+            Self::Glm4Moe => GLM4_MOE,
         }
     }
 }
@@ -331,5 +324,55 @@ const GEMMA: ModelShape = ModelShape {
     norm_eps: 1e-6,
     activation: Activation::GeluTanh,
     embedding_scale: 0.0,
+    ..LLAMA
+};
+
+const OLMOE: ModelShape = ModelShape {
+    arch: Arch::Olmoe,
+    experts: 8,
+    ffn: 176,
+    normalise: false,
+    qk_norm: QkNorm::Full,
+    tied: false,
+    ..LLAMA
+};
+
+const QWEN3_MOE: ModelShape = ModelShape {
+    arch: Arch::Qwen3Moe,
+    experts: 8,
+    expert_ffn: 176,
+    qk_norm: QkNorm::Head,
+    norm_eps: 1e-6,
+    rope_theta: 1e6,
+    tied: false,
+    ..LLAMA
+};
+
+const QWEN2_MOE: ModelShape = ModelShape {
+    arch: Arch::Qwen2Moe,
+    experts: 8,
+    expert_ffn: 88,
+    normalise: false,
+    shared_experts: 4,
+    shared_gate: true,
+    qkv_bias: true,
+    norm_eps: 1e-6,
+    rope_theta: 1e6,
+    tied: false,
+    ..LLAMA
+};
+
+const GLM4_MOE: ModelShape = ModelShape {
+    arch: Arch::Glm4Moe,
+    experts: 8,
+    expert_ffn: 88,
+    router: Router::Sigmoid,
+    router_bias: true,
+    dense_layers: 1,
+    shared_experts: 1,
+    qkv_bias: true,
+    rope_theta: 1e6,
+    rope_fraction: 0.5,
+    tied: false,
     ..LLAMA
 };

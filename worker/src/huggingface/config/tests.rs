@@ -318,10 +318,10 @@ fn what_this_trainer_does_not_compute_is_refused_by_its_key() {
 fn other_types_of_models_are_refused_with_the_nearest_supported_one() {
     for (model_type, expected) in [
         ("qwen3_next", &["linear attention", "`qwen3`"][..]),
-        ("qwen2_moe", &["all tokens share", "`qwen3_moe`"]),
         ("qwen3_5", &["linear attention", "`qwen3`"]),
         ("llama4", &["experts", "`mixtral`"]),
-        ("deepseek_v3", &["latent attention", "`qwen3_moe`"]),
+        ("deepseek_v3", &["latent attention", "`glm4_moe`"]),
+        ("glm4_moe_lite", &["latent attention", "`glm4_moe`"]),
         ("gpt_oss", &["sinks"]),
         ("granitemoe", &["experts", "`mixtral`"]),
         ("olmo", &["`olmo2`"]),
@@ -350,6 +350,11 @@ fn keys_that_change_routing_are_refused() {
         ("qwen3_moe", "decoder_sparse_step", json!(2)),
         ("qwen3_moe", "use_sliding_window", json!(true)),
         ("qwen3_moe", "n_shared_experts", json!(1)),
+        ("qwen2_moe", "shared_expert_intermediate_size", json!(50)),
+        ("qwen2_moe", "mlp_only_layers", json!([0])),
+        ("qwen2_moe", "use_sliding_window", json!(true)),
+        ("glm4_moe", "n_group", json!(2)),
+        ("glm4_moe", "topk_group", json!(2)),
     ] {
         let mut config = fixtures::all().remove(case).unwrap().config;
         config[key] = value;
@@ -366,7 +371,14 @@ fn models_with_experts_of_other_families_are_exported_as_one_that_has_them() {
     assert_eq!(name(&llama), Ok("mixtral"));
     let qwen3 = ModelShape { qk_norm: QkNorm::Head, normalise: false, ..llama.clone() };
     assert_eq!(name(&qwen3), Ok("qwen3_moe"));
+    let shared = ModelShape { shared_experts: 2, ..llama.clone() };
+    let gated = ModelShape { shared_gate: true, normalise: false, ..shared.clone() };
+    assert_eq!(name(&gated), Ok("qwen2_moe"));
+    let biased =
+        ModelShape { router: Router::Sigmoid, router_bias: true, routed_scale: 2.5, ..shared.clone() };
+    assert_eq!(name(&biased), Ok("glm4_moe"));
     let refused = |shape: ModelShape| name(&shape).unwrap_err().0;
+    assert_eq!(refused(ModelShape { shared_gate: true, ..biased }), "model.experts");
     assert_eq!(refused(ModelShape { router: Router::Sigmoid, ..llama }), "model.experts");
     let mixtral = Arch::Mixtral.base();
     assert_eq!(refused(ModelShape { router: Router::Sigmoid, ..mixtral.clone() }), "model.router");

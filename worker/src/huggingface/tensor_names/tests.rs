@@ -121,14 +121,32 @@ fn rows_of_heads_are_a_permutation_in_both_directions() {
 }
 
 #[test]
+fn further_blocks_are_known_where_a_family_has_them() {
+    let fixtures = fixtures::all();
+    let derived = |case: &str, name: &str| {
+        let shape = fixtures[case].shape();
+        is_derived(name, Family::of(shape.arch).names, &shape)
+    };
+    assert!(derived("glm4_moe", "model.layers.3.eh_proj.weight"));
+    assert!(!derived("glm4_moe", "model.layers.2.eh_proj.weight"));
+    assert!(!derived("qwen3_moe", "model.layers.2.eh_proj.weight"));
+}
+
+#[test]
 fn grouped_names_of_experts_hold_the_same_values() {
-    for case in ["mixtral", "olmoe", "qwen3_moe"] {
+    for case in ["mixtral", "olmoe", "qwen3_moe", "qwen2_moe", "glm4_moe"] {
         let shape = fixtures::all()[case].shape();
         let (names, layout) = (Family::of(shape.arch).names, Layout::new(&shape));
         let grouped = ["model.layers.0.mlp.experts.gate_up_proj".to_owned()];
         let grouped = tensors(names.found_in(grouped.iter()), &shape, &layout);
         let each = tensors(names.found_in([String::new()].iter()), &shape, &layout);
         assert!(grouped.len() < each.len());
+        let others = |tensors: &[Mapped]| -> Vec<Mapped> {
+            let expert =
+                |tensor: &&Mapped| [".experts.", "gate.weight"].iter().any(|part| tensor.name.contains(part));
+            tensors.iter().filter(|tensor| !expert(tensor)).cloned().collect()
+        };
+        assert_eq!(others(&grouped), others(&each), "{case}");
         let of = |all: &[Mapped], name: &str| {
             all.iter().find(|tensor| tensor.name == name).unwrap().elements.clone()
         };
