@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::lock::SpinLock;
+use crate::sync::{AtomicUsize, Ordering};
 
 /// Leases by the address of their buffer. While there are none, which is nearly always the case, a query costs one
 /// load.
@@ -49,10 +49,11 @@ impl Leases {
         self.any() && self.mark_dropped(address)
     }
 
-    /// Returns whether anything is leased.
+    /// Returns whether anything is leased. If not, the last uses of leased memory happened before this call: the
+    /// caller may free it and use it again.
     #[inline]
     pub(crate) fn any(&self) -> bool {
-        self.count.load(Ordering::Relaxed) != 0
+        self.count.load(Ordering::Acquire) != 0
     }
 
     #[cold]
@@ -69,7 +70,7 @@ impl Leases {
         let Some(buffer) = leased.get_mut(&address) else { return false };
         let Some(index) = buffer.ranges.iter().position(|other| other == range) else { return false };
         buffer.ranges.swap_remove(index);
-        self.count.fetch_sub(1, Ordering::Relaxed);
+        self.count.fetch_sub(1, Ordering::Release);
         buffer.ranges.is_empty() && leased.remove(&address).is_some_and(|buffer| buffer.dropped)
     }
 }

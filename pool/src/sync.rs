@@ -1,7 +1,7 @@
 //! Atomics, and the wait between two attempts to take a lock. The suite `loom` (`tests/tests/loom.rs`) compiles the
 //! users of this module with the atomics of a model checker instead.
 
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
 /// Backs off between two attempts to take a lock: a spin hint to the processor, or a sleep once `long`.
 pub(crate) fn back_off(long: bool, sleep: std::time::Duration) {

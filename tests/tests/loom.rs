@@ -1,15 +1,19 @@
-//! Model checking of all interleavings of immediate and deferred frees. The modules are those of the pool, compiled
-//! here with the atomics of the model checker loom.
+//! Model checking of all interleavings of immediate and deferred frees, and of leases that end while their buffer is
+//! dropped. The modules are those of the pool, compiled here with the atomics of the model checker loom, which also
+//! explores the orders that x86-64 never shows.
 
 #![expect(dead_code, reason = "the model uses a part of each module")]
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 #[path = "../../pool/src/deferred.rs"]
 mod deferred;
+#[path = "../../pool/src/leases.rs"]
+mod leases;
 #[path = "../../pool/src/lock.rs"]
 mod lock;
 
 use deferred::DeferredFrees;
+use leases::Leases;
 use lock::SpinLock;
 use loom::cell::Cell;
 use loom::sync::Arc;
@@ -17,7 +21,7 @@ use loom::thread;
 
 /// Replaces the module of this name in the pool.
 mod sync {
-    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
     /// Lets the model run another thread.
     pub(crate) fn back_off(_: bool, _: std::time::Duration) {
@@ -68,5 +72,39 @@ fn every_block_is_freed_exactly_once() {
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         let rest = pool.take_all();
         assert_eq!((taken & rest, taken | rest), (0, 0b111));
+    });
+}
+
+/// A leased buffer. The model reports accesses to its memory that are not ordered.
+struct Leased {
+    leases: Leases,
+    memory: Cell<u32>,
+}
+
+impl Leased {
+    /// Frees the memory: the next user overwrites it.
+    fn free(&self) {
+        self.memory.set(self.memory.get() + 1);
+    }
+}
+
+#[test]
+fn memory_is_freed_once_after_its_last_use_under_a_lease() {
+    loom::model(|| {
+        let buffer = Arc::new(Leased { leases: Leases::default(), memory: Cell::new(0) });
+        assert!(buffer.leases.add(1, 0..4));
+        let lease = buffer.clone();
+        let user = thread::spawn(move || {
+            let _ = lease.memory.get();
+            if lease.leases.end(1, &(0..4)) {
+                lease.free();
+            }
+        });
+        // Same as the drop of a buffer.
+        if !buffer.leases.inherit(1) {
+            buffer.free();
+        }
+        user.join().unwrap();
+        assert_eq!(buffer.memory.get(), 1);
     });
 }

@@ -16,7 +16,7 @@ pub(crate) use state::{Source, State};
 
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{AcqRel, Relaxed, SeqCst};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicUsize, fence};
 
 #[cfg(feature = "cuda")]
@@ -204,7 +204,7 @@ impl Inner {
     /// Closes the pool when its last handle is dropped.
     pub(crate) fn handle_dropped(&self) {
         if self.handles.fetch_sub(1, AcqRel) == 1 {
-            self.closed.store(true, Relaxed);
+            self.closed.store(true, Release);
             fence(SeqCst);
             self.release_if_unused();
         }
@@ -214,6 +214,8 @@ impl Inner {
     /// context, because a drop never calls CUDA. Nothing is freed while a planned buffer may be in use.
     #[cold]
     fn release_if_unused(&self) {
+        // Paired with the store of `closed`, which the caller has read: the end of the last step is visible here.
+        fence(Acquire);
         let in_use = self
             .server
             .is_some_and(|server| if server.is_owner() { !server.is_idle() } else { server.may_be_in_use() });

@@ -13,7 +13,7 @@
 
 use std::cell::Cell;
 use std::sync::OnceLock;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 
 use super::slots::{Slot, SlotTable};
@@ -167,8 +167,9 @@ impl PlanServer {
 
     /// Returns whether a slot may be in use. Outside of a step, any thread that has taken the pool's lock may call it.
     pub(crate) fn may_be_in_use(&self) -> bool {
-        // The owner's frees may become visible late, which errs on the safe side.
-        self.hits.load(Relaxed) != self.freed.load(Relaxed)
+        // The owner's frees may become visible late, which errs on the safe side. Once visible, so is every use of the
+        // memory before them.
+        self.hits.load(Relaxed) != self.freed.load(Acquire)
     }
 
     /// Returns the bytes of the slots in use.
@@ -260,7 +261,8 @@ impl PlanServer {
     fn mark_free(PlannedSlot { table, slot_and_step }: PlannedSlot) {
         let (slot, step) = (slot_and_step as u32, (slot_and_step >> 32) as u32);
         table.slots[slot as usize].state.store(step * 2 + 1, Relaxed);
-        update(&table.server.freed, |freed| freed + 1);
+        let freed = &table.server.freed;
+        freed.store(freed.load(Relaxed) + 1, Release);
     }
 
     fn take_deferred(&self) {
