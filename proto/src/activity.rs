@@ -3,17 +3,20 @@
 //! The agent creates a file in memory for each worker, and the worker overwrites it at each change of phase and around
 //! the start of each collective. So the last record can be read after SIGKILL, and while the process is suspended.
 //!
-//! A reader may see a partial write. The record therefore begins and ends with the sequence number, and both must be
-//! equal.
+//! A reader may see a partial write, whose bytes become visible in any order. The record therefore ends with a hash.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::v1::{Phase, RecordedActivity};
 
 /// Size of a record in bytes.
-pub const BYTES: usize = 64;
+pub const BYTES: usize = 48;
+/// Position of the hash, which covers all bytes before it.
+const HASH_OFFSET: usize = 40;
 /// Version of the layout.
-const LAYOUT_VERSION: u32 = 1;
+const LAYOUT_VERSION: u32 = 2;
 
 /// The current activity of a training thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,21 +36,21 @@ pub struct Activity {
 }
 
 impl Activity {
-    /// Encodes the record. `sequence` must differ from that of the previous record.
-    pub fn encode(&self, sequence: u64) -> [u8; BYTES] {
+    /// Encodes the record.
+    pub fn encode(&self) -> [u8; BYTES] {
         let phase = u32::try_from(i32::from(self.phase)).unwrap_or_default();
         let nanos = u64::try_from(self.since.as_nanos()).unwrap_or(u64::MAX);
         let mut record = [0; BYTES];
         let mut put = |at: usize, bytes: &[u8]| record[at..at + bytes.len()].copy_from_slice(bytes);
-        put(0, &sequence.to_le_bytes());
-        put(8, &LAYOUT_VERSION.to_le_bytes());
-        put(12, &phase.to_le_bytes());
-        put(16, &self.step.to_le_bytes());
-        put(24, &self.collectives.to_le_bytes());
-        put(32, &self.bucket.to_le_bytes());
-        put(36, &u32::from(self.starting).to_le_bytes());
-        put(40, &nanos.to_le_bytes());
-        put(56, &sequence.to_le_bytes());
+        put(0, &LAYOUT_VERSION.to_le_bytes());
+        put(4, &phase.to_le_bytes());
+        put(8, &self.step.to_le_bytes());
+        put(16, &self.collectives.to_le_bytes());
+        put(24, &self.bucket.to_le_bytes());
+        put(28, &u32::from(self.starting).to_le_bytes());
+        put(32, &nanos.to_le_bytes());
+        let hash = xxh3_64(&record[..HASH_OFFSET]);
+        record[HASH_OFFSET..].copy_from_slice(&hash.to_le_bytes());
         record
     }
 
@@ -55,16 +58,16 @@ impl Activity {
     pub fn decode(record: &[u8; BYTES]) -> Option<Self> {
         let long = |at: usize| Some(u64::from_le_bytes(record.get(at..at + 8)?.try_into().ok()?));
         let short = |at: usize| Some(u32::from_le_bytes(record.get(at..at + 4)?.try_into().ok()?));
-        if long(0)? != long(56)? || short(8)? != LAYOUT_VERSION {
+        if short(0)? != LAYOUT_VERSION || long(HASH_OFFSET)? != xxh3_64(&record[..HASH_OFFSET]) {
             return None;
         }
         Some(Self {
-            since: Duration::from_nanos(long(40)?),
-            phase: i32::try_from(short(12)?).ok().and_then(|phase| Phase::try_from(phase).ok())?,
-            step: long(16)?,
-            collectives: long(24)?,
-            bucket: short(32)?,
-            starting: short(36)? != 0,
+            since: Duration::from_nanos(long(32)?),
+            phase: i32::try_from(short(4)?).ok().and_then(|phase| Phase::try_from(phase).ok())?,
+            step: long(8)?,
+            collectives: long(16)?,
+            bucket: short(24)?,
+            starting: short(28)? != 0,
         })
     }
 
@@ -101,14 +104,19 @@ mod tests {
             bucket: 3,
             starting: true,
         };
-        let (old, new) = (activity.encode(1), Activity { step: 8, ..activity }.encode(2));
-        assert_eq!(Activity::decode(&old), Some(activity));
-        for written in 1..BYTES {
+        let next = Activity { step: 8, bucket: 4, ..activity };
+        let (old, new) = (activity.encode(), next.encode());
+        assert_eq!((Activity::decode(&old), Activity::decode(&new)), (Some(activity), Some(next)));
+        // Each bit stands for one differing group of bytes: some processors make them visible in any order.
+        const GROUP: usize = 4;
+        let differing: Vec<usize> =
+            (0..BYTES).step_by(GROUP).filter(|at| old[*at..at + GROUP] != new[*at..at + GROUP]).collect();
+        for written in 1..(1_u32 << differing.len()) - 1 {
             let mut torn = old;
-            torn[..written].copy_from_slice(&new[..written]);
-            let read = Activity::decode(&torn);
-            // When the last sequence number is written, so is everything before it.
-            assert_eq!(read.is_some(), written > 56, "{written} bytes");
+            for (_, at) in differing.iter().enumerate().filter(|(bit, _)| written >> bit & 1 == 1) {
+                torn[*at..at + GROUP].copy_from_slice(&new[*at..at + GROUP]);
+            }
+            assert_eq!(Activity::decode(&torn), None, "groups {written:b} written");
         }
         assert_eq!(Activity::decode(&[0; BYTES]), None);
     }

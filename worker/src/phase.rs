@@ -83,15 +83,13 @@ impl PhaseTracker {
 struct Record {
     file: File,
     activity: Activity,
-    writes: u64,
 }
 
 impl Record {
     fn write(&mut self) {
         self.activity.since = Activity::now();
-        self.writes += 1;
         // This writes to memory. If it fails, training continues: the record is only for diagnosis.
-        let _ = self.file.write_all_at(&self.activity.encode(self.writes), 0);
+        let _ = self.file.write_all_at(&self.activity.encode(), 0);
     }
 }
 
@@ -111,7 +109,7 @@ fn record(change: impl FnOnce(&mut Activity) -> bool) {
 /// there is none, or it cannot be opened, nothing is recorded.
 pub(crate) fn record_to(fd: Option<u32>) {
     let file = fd.and_then(|fd| File::options().write(true).open(format!("/proc/self/fd/{fd}")).ok());
-    RECORD.set(file.map(|file| Record { file, activity: Activity::default(), writes: 0 }));
+    RECORD.set(file.map(|file| Record { file, activity: Activity::default() }));
 }
 
 /// Records that the calling thread starts to work on this step, from 1.

@@ -49,7 +49,7 @@ mod tests {
         assert_eq!(record.read(), None);
         let activity = Activity { step: 9, ..Activity::default() };
         let path = format!("/proc/self/fd/{}", record.number());
-        fs_err::write(path, activity.encode(4)).unwrap();
+        fs_err::write(path, activity.encode()).unwrap();
         assert_eq!(record.read(), Some(activity));
     }
 }
