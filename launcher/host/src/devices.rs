@@ -111,8 +111,19 @@ pub fn platform(cuda: bool) -> String {
         return driver().map_or_else(|_| "unknown driver".into(), |version| format!("driver {version}"));
     }
     let cpus = fs_err::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = cpus.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
-    model.map_or_else(|| "unknown CPU".into(), |(_, name)| name.trim().to_owned())
+    cpu_model(&cpus).unwrap_or_else(|| "unknown CPU".into())
+}
+
+/// Returns the model of the first CPU in `/proc/cpuinfo`. Arm processors have numbers in place of a name.
+fn cpu_model(cpus: &str) -> Option<String> {
+    let value = |key: &str| {
+        let mut fields = cpus.lines().filter_map(|line| line.split_once(':'));
+        fields.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim())
+    };
+    if let Some(name) = value("model name") {
+        return Some(name.to_owned());
+    }
+    Some(format!("Arm CPU, implementer {}, part {}", value("CPU implementer")?, value("CPU part")?))
 }
 
 /// Number of GPUs that `CUDA_VISIBLE_DEVICES` leaves visible. CUDA ignores everything from the first invalid entry on,
@@ -197,6 +208,17 @@ mod tests {
         assert_eq!((placed.workers, placed.cuda, placed.threads), (1, false, 8));
         let placed = place(&spec(Device::Cpu, Some(3)), &node(Ok(2))).unwrap();
         assert_eq!((placed.workers, placed.cuda, placed.threads), (3, false, 2));
+    }
+
+    #[test]
+    fn cpu_is_identified_by_name_or_numbers() {
+        let intel =
+            "processor\t: 0\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) 8480C\nmodel name\t: other\n";
+        assert_eq!(cpu_model(intel).as_deref(), Some("Intel(R) Xeon(R) 8480C"));
+        let grace = "processor\t: 0\nBogoMIPS\t: 2000.00\nCPU implementer\t: 0x41\nCPU architecture: 8\n\
+            CPU variant\t: 0x0\nCPU part\t: 0xd4f\nCPU revision\t: 0\n";
+        assert_eq!(cpu_model(grace).as_deref(), Some("Arm CPU, implementer 0x41, part 0xd4f"));
+        assert_eq!(cpu_model(""), None);
     }
 
     #[test]

@@ -7,6 +7,8 @@ use super::{File, Kind, version};
 
 /// Directories of the dynamic loader besides those in its configuration.
 const LOADER_DIRS: [&str; 4] = ["lib64", "usr/lib64", "lib", "usr/lib"];
+/// CUDA's name of this platform. Servers with Arm processors follow the standard SBSA.
+const CUDA_TARGET: &str = if cfg!(target_arch = "aarch64") { "sbsa-linux" } else { "x86_64-linux" };
 /// First driver releases that support a major version of CUDA, newest first.
 const DRIVERS: [(u64, u64); 3] = [(580, 13), (525, 12), (450, 11)];
 
@@ -96,7 +98,7 @@ impl Host<'_> {
         let local = entries(&self.root.join("usr/local"));
         toolkits.extend(local.into_iter().filter(|dir| name(dir).starts_with("cuda")));
         toolkits.push(self.root.join("opt/cuda"));
-        let target = format!("targets/{}-linux/lib", std::env::consts::ARCH);
+        let target = format!("targets/{CUDA_TARGET}/lib");
         toolkits.iter().flat_map(|dir| [dir.join("lib64"), dir.join(&target)]).collect()
     }
 
