@@ -31,7 +31,9 @@ usage: cargo xtask COMMAND
                     build them
   docs [FILE...]    run the ```sh run blocks of the documentation, or of FILEs, on target/release/xlaunch
   lines             print the lines of the product, by crate
-  dist [--fast]     make the files of a release in target/dist; with --fast, from the release build of this machine";
+  dist [--fast | --target TRIPLE...]
+                    make the files of a release in target/dist, for all platforms or these; with --fast, from the
+                    release build of this machine";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

@@ -34,6 +34,13 @@ pub(super) struct Binary {
     pub(super) portable: bool,
 }
 
+impl Binary {
+    /// Returns whether this machine can run the binary: an emulator may run one for another processor.
+    pub(super) fn runs(&self) -> bool {
+        Command::new(&self.path).arg("--version").output().is_ok_and(|output| output.status.success())
+    }
+}
+
 /// The release build of this machine, which is built if it is outdated.
 pub(super) fn local(release: &Release) -> Result<Binary, Error> {
     let path = release.target.join("release/xlaunch");

@@ -66,7 +66,7 @@ pub(crate) fn run(workspace: &Workspace, arguments: &[String]) -> Result<bool, E
             let mut runnable = None;
             for platform in platforms {
                 let binary = binary::portable(&release, &tools, platform)?;
-                if platform.is_host() {
+                if runnable.is_none() && binary.runs() {
                     runnable = Some(binary.path.clone());
                 }
                 let runnable = match &runnable {

@@ -28,22 +28,23 @@ impl Tools {
         Self { path: std::env::join_paths(directories).unwrap_or(path) }
     }
 
-    /// Installs the programs that are missing.
+    /// Installs the programs that are missing. Those elsewhere on this machine do not count: other versions make other
+    /// bits.
     pub(super) fn install(release: &Release) -> Result<Self, Error> {
-        let tools = Self::installed(release);
         let directory = release.target.join("dist-tools");
-        if tools.find("cargo-zigbuild").is_none() {
+        let is_missing = |name: &str| !directory.join("bin").join(name).is_file();
+        if is_missing("cargo-zigbuild") {
             output(Command::new("python3").args(["-m", "venv"]).arg(&directory))?;
             output(Command::new(directory.join("bin/pip")).args(["install", "--quiet"]).args(ZIG))?;
         }
         for (name, version) in CRATES {
-            if tools.find(name).is_none() {
+            if is_missing(name) {
                 let mut install = cargo(&release.root);
                 install.args(["install", "--quiet", "--locked", "--version", version, name, "--root"]);
                 output(install.arg(&directory))?;
             }
         }
-        Ok(tools)
+        Ok(Self::installed(release))
     }
 
     /// The path of a program, if there is one.
