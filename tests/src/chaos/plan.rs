@@ -127,7 +127,10 @@ impl JobPlan {
         let sharded = random.below(2) == 1 && may_divide;
         // Otherwise a save would be skipped, with its faults, if the previous one takes long.
         let asynchronous = random.below(2) == 1 && !any(Kind::is_in_save);
-        Self { faults, settings: Settings { muon: number % 2 == 0 && may_divide, sharded, asynchronous } }
+        Self {
+            faults,
+            settings: Settings { muon: number.is_multiple_of(2) && may_divide, sharded, asynchronous },
+        }
     }
 
     /// Returns the value of `XLAUNCH_FAIL`.
