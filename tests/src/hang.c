@@ -9,7 +9,7 @@
  *     fault   at the beginning of phase HANG_PHASE the training thread starts a kernel storing to an illegal address
  *     sockets at the beginning of phase HANG_PHASE the process shuts its TCP connections down
  *
- * The training thread writes a record of 64 bytes at each change of its phase, with the phase's number at byte 12. */
+ * The training thread writes a record of 48 bytes at each change of its phase, with the phase's number at byte 4. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -92,8 +92,8 @@ ssize_t pwrite64(int fd, const void *data, size_t size, off64_t offset) {
     ssize_t written = real(fd, data, size, offset);
     const char *phase = getenv("HANG_PHASE");
     uint32_t current;
-    if (size == 64 && phase && is_main_thread()) {
-        memcpy(&current, (const char *)data + 12, sizeof current);
+    if (size == 48 && phase && is_main_thread()) {
+        memcpy(&current, (const char *)data + 4, sizeof current);
         if (current == (uint32_t)atoi(phase)) {
             if (active("spin")) for (;;) __asm__ volatile("");
             static int done;

@@ -168,7 +168,8 @@ fn exit_code_is_that_of_the_job() {
 
 fn lines_of_hosts_stay_whole_and_own_lines_of_other_hosts_are_marked() {
     let launch = Launch::new();
-    let script = "for i in $(seq 2000); do printf $HOSTNAME; printf ' %0100d\\n' $i; done; \
+    // One write for each line: the start of a line whose rest comes 100 ms later would be printed alone.
+    let script = "for i in $(seq 2000); do printf \"$HOSTNAME %0100d\\n\" $i; done; \
         echo \"warning: $HOSTNAME\" >&2; printf \"$HOSTNAME: no end\" >&2";
     let run = run(&launch, "a,b,c", &[], script);
     assert_eq!(run.code, 0, "{}", run.stderr);
