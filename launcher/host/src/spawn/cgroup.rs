@@ -1,10 +1,12 @@
-//! The cgroups (version 2) of an attempt: `xlaunch-<run>.<pid>-<attempt>/<local rank>` below xlaunch's own cgroup.
+//! The cgroups (version 2) of an attempt: `xlaunch-<run>.<pid>.<namespace>-<attempt>/<local rank>` below xlaunch's own
+//! cgroup.
 //!
 //! A process cannot leave its cgroup by forking or by starting a session. xlaunch enables no controllers, because a
 //! cgroup with enabled controllers must not contain processes, and xlaunch's own does. OOM kills are therefore counted
 //! only if the administrator has enabled the memory controller.
 
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
@@ -76,11 +78,13 @@ impl RankCgroups {
     }
 }
 
-/// Name prefix of this launch's cgroups. The pid distinguishes launches with the same id.
+/// Name prefix of this launch's cgroups. The pid distinguishes launches with the same id; nodes of a job in containers
+/// may have the same pid too, and share the hierarchy.
 fn prefix(run_id: &str) -> String {
     let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '_' };
     let run: String = run_id.chars().take(100).map(plain).collect();
-    format!("xlaunch-{run}.{}-", std::process::id())
+    let namespace = std::fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino());
+    format!("xlaunch-{run}.{}.{namespace}-", std::process::id())
 }
 
 /// Path prefix of this launch's cgroups, whether or not any exist.
