@@ -7,7 +7,9 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::data_source::{self, DataSource};
+#[cfg(feature = "schema")]
+use super::data_source;
+use super::data_source::DataSource;
 use super::{Optimizer, one_or_more};
 
 /// The job's name, seed and output directory.
