@@ -52,12 +52,12 @@ fn mixed() -> ModelShape {
     ModelShape { dense_layers: 1, experts: 5, expert_ffn: 24, router: Router::Sigmoid, ..sizes }
 }
 
-/// The same with shared experts.
+/// Returns [`mixed`] with shared experts.
 fn shared(shared_gate: bool) -> ModelShape {
     ModelShape { shared_experts: 2, shared_gate, routed_scale: 1.5, ..mixed() }
 }
 
-/// The same with biases of routers.
+/// Returns [`shared`] without a gate and with biases of routers.
 fn biased() -> ModelShape {
     ModelShape { router_bias: true, ..shared(false) }
 }

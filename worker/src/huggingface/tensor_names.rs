@@ -41,7 +41,7 @@ pub(crate) struct Names {
     /// Beginning of the names of the shared experts' matrices, which are called as those of a dense block.
     shared: &'static str,
     shared_gate: &'static str,
-    /// The same names in files with one tensor for all experts.
+    /// Names in files with one tensor for all experts, if the family has such files.
     grouped: Option<&'static Names>,
     /// True if files may have more blocks, which predict further tokens. They are not read.
     further_blocks: bool,

@@ -167,7 +167,7 @@ impl ExpertLoad {
 
 impl Model {
     /// Sets the losses that balance the experts in steps of this job on this number of ranks, and the rate of their
-    /// biases. By default there are no losses, and biases are constant.
+    /// biases. Without this call there are no losses, and biases stay constant.
     #[must_use]
     pub fn with_routing(mut self, train: &TrainSection, ranks: usize) -> Self {
         if let Some(routing) = &mut self.routing {

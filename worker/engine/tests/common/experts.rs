@@ -8,13 +8,13 @@ use super::{Ops, Outputs, Values};
 /// How the tokens of a case choose.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Load {
-    /// As random logits have it.
+    /// Random logits decide.
     Random,
     /// Every token chooses the same experts; the others have no rows.
     Same,
     /// All logits are equal.
     Tied,
-    /// As random logits and biases have it.
+    /// Random logits and biases decide.
     Biased,
 }
 

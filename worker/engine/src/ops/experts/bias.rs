@@ -21,15 +21,15 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
 /// `bias += rate sign(mean load - load)` in each of L layers, in a step that is applied.
 #[derive(Clone, Copy, Debug)]
 pub struct UpdateRouterBias<'a> {
-    /// E.
+    /// E, the number of experts of a layer.
     pub experts: usize,
-    /// Change per step.
+    /// How much a bias changes in a step.
     pub rate: f32,
     /// (L, E) F32: number of choices of each expert in the step.
     pub loads: Slice<'a>,
     /// (L, E) F32, updated in place.
     pub bias: Slice<'a>,
-    /// Without these the biases stay unchanged.
+    /// The biases stay unchanged unless these are met.
     pub conditions: StepConditions<'a>,
 }
 
