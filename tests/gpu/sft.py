@@ -6,11 +6,14 @@ Needs torch, transformers, trl, peft and datasets; liger_kernel is used if it is
 chats, made from the Python files of this host, with the same tokenizer and template, pack them into sequences of 4,096
 tokens with attention inside chats only, and count the loss of what the assistant writes. Weights are random, with the
 sizes of public models. trl runs with FlexAttention and bf16 weights, in all of `--modes`: with or without torch.compile
-and Liger's kernels; its fastest mode counts. xlaunch keeps fp32 weights when it trains all. Speeds are in tokens of
-chats, without padding; steps are medians. Exit code 1 if trl is faster anywhere.
+and Liger's kernels; its fastest mode counts. Its batches are padded to one length, because every other length is
+compiled anew. A mode ends after `--seconds` of training, which compilation is part of; it counts if it has made a step
+after the warm-up. xlaunch keeps fp32 weights when it trains all. Speeds are in tokens of chats, without padding; steps
+are medians. Exit code 1 if trl is faster anywhere.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import re
@@ -104,7 +107,7 @@ def run_xlaunch(options, folder, data, batch, lora):
 def run_trl(options, folder, data, batch, lora, mode):
     """Returns trl's measurements, or `None` with the reason on stderr if it cannot run in this mode."""
     command = [sys.executable, __file__, "--peer", str(folder), str(data), str(batch), "lora" if lora else "all", mode]
-    command += ["--warmup", str(options.warmup), "--steps", str(options.steps)]
+    command += ["--warmup", str(options.warmup), "--steps", str(options.steps), "--seconds", str(options.seconds)]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"step_ms"')]
     if not lines:
@@ -128,12 +131,18 @@ def train_trl(options):
     folder, data, batch, kind, mode = options.peer
     times, counts, losses = [], [], []
 
+    class OutOfTime(Exception):
+        pass
+
     class Timed(SFTTrainer):
         def training_step(self, model, inputs, *arguments, **keys):
-            counts.append(inputs["input_ids"].numel())
+            counts.append((inputs["input_ids"] != self.processing_class.pad_token_id).sum().item())
             loss = super().training_step(model, inputs, *arguments, **keys)
             losses.append(loss.item())
             times.append(time.perf_counter())
+            print(f"step {len(times)} after {times[-1] - begin:.1f} s", file=sys.stderr, flush=True)
+            if times[-1] - begin > options.seconds:
+                raise OutOfTime
             return loss
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="flex_attention")
@@ -143,13 +152,15 @@ def train_trl(options):
         output_dir=tempfile.mkdtemp(), max_steps=options.warmup + options.steps, per_device_train_batch_size=int(batch),
         max_length=SEQ, packing=True, assistant_only_loss=True, learning_rate=LR, lr_scheduler_type="constant",
         bf16=True, gradient_checkpointing=False, optim="adamw_torch_fused", save_strategy="no", report_to=[],
-        disable_tqdm=True, logging_steps=10_000, seed=0, torch_compile="compile" in mode,
-        use_liger_kernel="liger" in mode,
+        disable_tqdm=True, pad_to_multiple_of=SEQ * int(batch), logging_steps=10_000, seed=0,
+        torch_compile="compile" in mode, use_liger_kernel="liger" in mode,
     )
     rows = datasets.Dataset.from_list([json.loads(line) for line in pathlib.Path(data).read_text().splitlines()])
     trainer = Timed(model=model, args=settings, train_dataset=rows, peft_config=adapter if kind == "lora" else None,
                     processing_class=AutoTokenizer.from_pretrained(folder))
-    trainer.train()
+    begin = time.perf_counter()
+    with contextlib.suppress(OutOfTime):
+        trainer.train()
     steps = [after - before for before, after in zip(times[options.warmup - 1 :], times[options.warmup :])]
     speeds = [count / step for count, step in zip(counts[options.warmup :], steps)]
     print(json.dumps({
@@ -165,6 +176,7 @@ def main():
     parser.add_argument("--modes", nargs="+", default=["compile", "liger", "compile+liger"])
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=150, help="of training, for each mode of trl")
     parser.add_argument("--peer", nargs=5, metavar=("MODEL", "CHATS", "BATCH", "all|lora", "MODE"), help="trl's part")
     options = parser.parse_args()
     if options.peer:
