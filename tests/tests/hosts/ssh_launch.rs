@@ -53,7 +53,9 @@ fn group_of_two_hosts_runs_a_command_on_one_console() {
         let mut lines: Vec<&str> = run.stdout.lines().collect();
         lines.sort_unstable();
         assert_eq!((run.code, lines.as_slice()), (0, &expected[..]), "{list}: {}", run.stderr);
-        assert_eq!(run.stderr, "", "{list}");
+        // A busy machine may take longer than usual to start ssh.
+        let is_unexpected = |line: &&str| !line.starts_with("xlaunch: waiting for `");
+        assert_eq!(run.stderr.lines().find(is_unexpected), None, "{list}");
     }
     // A failure is reported once, regardless of its location.
     let failed = run(&hosts, &sshd, "h1,h2", "", "test $RANK = 1 && exit 3; sleep 1000");

@@ -11,11 +11,17 @@ xlaunch_harness::tests! {
     stopped_process_on_another_node_is_named;
 }
 
-/// Starts a job of two ranks on each of two nodes.
+/// A shell function that returns when all ranks of the attempt have called it with the same argument. Ranks of a
+/// training job meet in every step, so that a busy host makes none of them silent much earlier than the others.
+const MEET: &str = "meet() { at=at-$TORCHELASTIC_RESTART_COUNT-$1; touch $at-$RANK; \
+    for rank in 0 1 2 3; do until [ -e $at-$rank ]; do sleep 0.05; done; done; }; ";
+
+/// Starts a job of two ranks on each of two nodes. The script can call [`MEET`].
 fn start(group: &Group, script: &str) -> Vec<Process> {
+    let script = format!("{MEET}{script}");
     let launch = |host| {
         let mut command = group.command(host);
-        Process::spawn_inside(command.args(["--nproc-per-node", "2", "--", "sh", "-c", script]))
+        Process::spawn_inside(command.args(["--nproc-per-node", "2", "--", "sh", "-c", &script]))
     };
     [0, 1].map(launch).into()
 }
@@ -25,10 +31,10 @@ fn line<'a>(output: &'a Output, part: &str) -> &'a str {
     found.unwrap_or_else(|| panic!("{part:?} in {}", output.stderr))
 }
 
-/// All ranks take steps of 0.2 s. In the first attempt rank 3 hangs in step 5, and the others wait for it in step 6.
+/// In the first attempt rank 3 hangs in step 5, and the others wait for it in step 6.
 fn rank_that_hangs_is_found_among_those_of_all_nodes() {
-    let script = "step=0; last=6; [ $RANK = 3 ] && last=5; while [ $step -lt 8 ]; do \
-        step=$((step + 1)); sleep 0.2; [ $TORCHELASTIC_RESTART_COUNT$step = 0$last ] && exec sleep 1000; \
+    let script = "step=0; while [ $step -lt 8 ]; do meet $step; step=$((step + 1)); sleep 0.2; \
+        [ $RANK-$TORCHELASTIC_RESTART_COUNT-$step = 3-0-5 ] && exec sleep 1000; \
         echo $step > $XLAUNCH_HEARTBEAT; done";
     let group = Group::fixed(2, "--hang-timeout 3 --max-restarts 1 --rdzv-id job --log-dir logs");
     let outputs = group.expect_codes(start(&group, script), 0);
@@ -60,7 +66,7 @@ fn rank_that_hangs_is_found_among_those_of_all_nodes() {
 }
 
 fn rank_is_found_after_those_of_the_first_node_have_exited() {
-    let script = "echo 1 > $XLAUNCH_HEARTBEAT; sleep 2; [ $RANK = 2 ] && exec sleep 1000; exit 0";
+    let script = "echo 1 > $XLAUNCH_HEARTBEAT; meet 1; [ $RANK = 2 ] && exec sleep 1000; exit 0";
     let group = Group::fixed(2, "--hang-timeout 4");
     let outputs = group.expect_codes(start(&group, script), 75);
     let found = line(&outputs[0], "sent no heartbeat for ");
@@ -74,8 +80,8 @@ fn rank_is_found_after_those_of_the_first_node_have_exited() {
 
 /// Rank 3 is a step ahead, so that only the state of its process shows that it hangs.
 fn stopped_process_on_another_node_is_named() {
-    let script = "step=0; while [ $step -lt 3 ]; do step=$((step + 1)); echo $step > $XLAUNCH_HEARTBEAT; sleep 0.2; \
-        done; [ $RANK = 3 ] && echo 4 > $XLAUNCH_HEARTBEAT && kill -STOP $$; exec sleep 1000";
+    let script = "for step in 1 2 3; do meet $step; echo $step > $XLAUNCH_HEARTBEAT; sleep 0.2; done; \
+        [ $RANK = 3 ] && echo 4 > $XLAUNCH_HEARTBEAT && kill -STOP $$; exec sleep 1000";
     let group = Group::fixed(2, "--hang-timeout 4 --shutdown-timeout 1");
     let outputs = group.expect_codes(start(&group, script), 75);
     let found = line(&outputs[0], "sent no heartbeat for ");
