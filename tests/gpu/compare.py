@@ -47,7 +47,7 @@ def run_xlaunch(options, model, gpus, data, weights, precision, shard):
     config, sizes = runner.configuration(model)
     command = [str(options.binary), "bench", "train", str(config), "--json"]
     command += ["--nproc", str(gpus), "--warmup", str(options.warmup), "--steps", str(options.steps)]
-    command += runner.overrides(settings | sizes)
+    command += runner.overrides(settings | sizes | dict(pair.split("=", 1) for pair in options.xlaunch_set))
     return runner.bench(command)
 
 
@@ -77,6 +77,7 @@ def main():
     parser.add_argument("--modes", nargs="+", metavar="MODE", help="of torch.compile, such as default reduce-overhead")
     parser.add_argument("--warmup", type=int, default=20, help="steps before the measured ones")
     parser.add_argument("--steps", type=int, default=60, help="measured steps")
+    parser.add_argument("--xlaunch-set", nargs="*", default=[], help="more keys for xlaunch, as KEY=VALUE")
     options = parser.parse_args()
     if options.warmup + options.steps < peer.WARMUP:
         # xlaunch shortens the warm-up of the learning rate in a run with few steps.
