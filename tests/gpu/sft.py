@@ -90,7 +90,8 @@ def run_xlaunch(options, folder, data, batch, lora):
         subprocess.run(list(map(str, [*command, "--output", prepared, data])), check=True, capture_output=True)
     settings = {
         "data.train": str(prepared), "checkpoint.init": str(folder), "model.seq": SEQ, "train.batch": batch,
-        "train.accumulate": 1, "train.lr": LR, "train.eval_every": 0, "engine.device": "cuda",
+        "train.accumulate": 1, "train.lr": LR, "train.schedule": "constant", "train.warmup": 0,
+        "train.eval_every": 0, "engine.device": "cuda",
     }
     command = [str(options.binary), "bench", "train", str(runner.ROOT / "deploy/sft.toml"), "--json", "--nproc", "1"]
     command += ["--warmup", str(options.warmup), "--steps", str(options.steps)]
