@@ -39,7 +39,7 @@ fn line<'a>(output: &'a Output, part: &str) -> &'a str {
 
 fn rank_whose_heartbeats_stop_is_named_and_the_job_restarts() {
     let launch = Launch::new();
-    let run = launch.run_shell(&["--hang-timeout", "3", "--max-restarts", "1"], 2, HANG);
+    let run = launch.run_shell(&["--hang-timeout", "5", "--max-restarts", "1"], 2, HANG);
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert!(line(&run, HANG_LINE).ends_with(" s (step 4); rank 0 is waiting for it"), "{}", run.stderr);
     assert!(line(&run, "evidence of the hang: ").ends_with("/1/hang.txt"), "{}", run.stderr);

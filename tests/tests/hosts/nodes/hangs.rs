@@ -36,7 +36,7 @@ fn rank_that_hangs_is_found_among_those_of_all_nodes() {
     let script = "step=0; while [ $step -lt 8 ]; do meet $step; step=$((step + 1)); sleep 0.2; \
         [ $RANK-$TORCHELASTIC_RESTART_COUNT-$step = 3-0-5 ] && exec sleep 1000; \
         echo $step > $XLAUNCH_HEARTBEAT; done";
-    let group = Group::fixed(2, "--hang-timeout 3 --max-restarts 1 --rdzv-id job --log-dir logs");
+    let group = Group::fixed(2, "--hang-timeout 5 --max-restarts 1 --rdzv-id job --log-dir logs");
     let outputs = group.expect_codes(start(&group, script), 0);
     let found = line(&outputs[0], "sent no heartbeat for ");
     assert!(
