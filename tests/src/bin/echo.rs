@@ -18,7 +18,9 @@ use std::time::Duration;
 /// Interval between two messages over TCP.
 const INTERVAL: Duration = Duration::from_millis(50);
 /// Time to wait for the last answer over UDP.
-const LAST_REPLY_TIMEOUT: Duration = Duration::from_millis(500);
+const LAST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
+/// Size of receive buffers: that of thousands of datagrams, so that a busy machine drops none.
+const RECEIVE_BUFFER: usize = 8 << 20;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -35,9 +37,15 @@ fn main() {
     }
 }
 
+fn bind(address: &str) -> UdpSocket {
+    let socket = UdpSocket::bind(address).unwrap();
+    rustix::net::sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_BUFFER).unwrap();
+    socket
+}
+
 fn serve(address: &str) {
     let listener = TcpListener::bind(address).unwrap();
-    let socket = UdpSocket::bind(address).unwrap();
+    let socket = bind(address);
     println!("ready");
     std::thread::spawn(move || {
         let mut buffer = [0; 8];
@@ -65,7 +73,7 @@ fn send_over_tcp(address: &str) -> std::io::Result<()> {
 }
 
 fn send_over_udp(address: &str, count: usize) {
-    let socket = UdpSocket::bind("[::]:0").unwrap();
+    let socket = bind("[::]:0");
     let server: std::net::SocketAddr = address.parse().unwrap();
     let server = match server.ip() {
         std::net::IpAddr::V4(ip) => std::net::SocketAddr::new(ip.to_ipv6_mapped().into(), server.port()),
