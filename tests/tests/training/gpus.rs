@@ -41,7 +41,7 @@ impl Gpus {
             "engine.exec=stream",
             "engine.deterministic=true",
             // Two blocks are in memory at a time.
-            "model.layers=5",
+            "model.layers=4",
             "train.steps=3",
             "checkpoint.every=0",
         ];

@@ -114,12 +114,16 @@ fn selected(precision: Precision, parts: &str) -> Vec<Case> {
 
 /// Returns the outputs that differ by more than the tolerances of the suite `cuda_ops`.
 fn differences(cuda: &Backend, precision: Precision, parts: &str) -> Vec<String> {
-    let grads = if precision == Precision::Bf16 { DType::Bf16 } else { DType::F32 };
-    differences_with(cuda, precision, grads, parts)
+    differences_of(cuda, precision, gradients(precision), selected(precision, parts))
 }
 
-/// Returns the outputs that differ if gradients have this type.
-fn differences_with(cuda: &Backend, precision: Precision, grads: DType, parts: &str) -> Vec<String> {
+/// Returns the usual type of gradients.
+fn gradients(precision: Precision) -> DType {
+    if precision == Precision::Bf16 { DType::Bf16 } else { DType::F32 }
+}
+
+/// Returns the outputs of these cases that differ if gradients have this type.
+fn differences_of(cuda: &Backend, precision: Precision, grads: DType, cases: Vec<Case>) -> Vec<String> {
     let tolerance = match precision {
         Precision::Fp32 => 2e-6,
         Precision::Tf32 => 2e-3,
@@ -128,7 +132,7 @@ fn differences_with(cuda: &Backend, precision: Precision, grads: DType, parts: &
     let cpu = Backend::cpu(1, PoolMode::On);
     let (cpu, cuda) = (Ops { backend: &cpu, grads: DType::F32 }, Ops { backend: cuda, grads });
     let (mut largest, mut differences) = ((0.0, String::new()), Vec::new());
-    for (name, case) in selected(precision, parts) {
+    for (name, case) in cases {
         let start = Instant::now();
         let outputs = case(&cuda);
         let took = start.elapsed().as_secs_f64();
@@ -197,7 +201,8 @@ fn every_kernel_runs_and_matches_the_cpu() {
         force_portable_experts(&backend, true);
         backend.begin_profile();
         cast_and_mark(&backend);
-        let differences = differences(&backend, precision, parts);
+        let cases = without_repeats(precision, selected(precision, parts));
+        let differences = differences_of(&backend, precision, gradients(precision), cases);
         let ran = backend.end_profile().unwrap().into_iter().map(|span| span.name);
         (differences, ran.collect::<BTreeSet<String>>())
     };
@@ -214,6 +219,37 @@ fn every_kernel_runs_and_matches_the_cpu() {
     let names = [Precision::Bf16, Precision::Fp32, Precision::Tf32].into_iter().flat_map(kernel_names);
     let missing: BTreeSet<_> = names.filter(|name| !ran.contains(*name)).collect();
     assert!(missing.is_empty(), "no test runs {missing:?}");
+}
+
+/// Returns whether everything runs, also what takes long and repeats others in part.
+fn is_long() -> bool {
+    std::env::var_os("XLAUNCH_TEST_LONG").is_some()
+}
+
+/// Returns whether a case is in the first of two halves, each of which has cases without and with rotation: they follow
+/// each other.
+fn is_in_first_half(index: usize) -> bool {
+    [0, 3].contains(&(index % 4))
+}
+
+/// Leaves out most repetitions among cases of attention, which take most of the time here: with bf16,
+/// [`all_variants_of_attention_match_the_cpu`] runs those of [`HOPPER_WIDTHS`]; FP32 and TF32, whose kernels differ in
+/// their multiplications alone, share the others.
+fn without_repeats(precision: Precision, cases: Vec<Case>) -> Vec<Case> {
+    let mut attention = 0..;
+    let mut is_kept = |name: &str| {
+        if is_long() || !name.contains(ATTENTION) {
+            return true;
+        }
+        let is_first = attention.next().is_none_or(is_in_first_half);
+        match precision {
+            // The kernels of the narrowest of these widths must run here too.
+            Precision::Bf16 => !HOPPER_WIDTHS[1..4].iter().any(|width| name.contains(width)),
+            Precision::Fp32 => is_first,
+            Precision::Tf32 => !is_first,
+        }
+    };
+    cases.into_iter().filter(|(name, _)| is_kept(name)).collect()
 }
 
 /// Cases of linear layers with gated activations; GPUs of other compute capabilities run the other variant.
@@ -236,6 +272,9 @@ fn gated_activations_in_gemms_match_the_cpu() {
     }
 }
 
+/// Cases of attention.
+const ATTENTION: &str = "attention AttentionShape";
+
 /// Head widths of the kernels for compute capability 9.0. The last two have nothing that others do not have, and run
 /// with `XLAUNCH_TEST_LONG=1`.
 const HOPPER_WIDTHS: [&str; 6] =
@@ -243,23 +282,25 @@ const HOPPER_WIDTHS: [&str; 6] =
 
 fn all_variants_of_attention_match_the_cpu() {
     let backend = open(Precision::Bf16);
-    let widths = if std::env::var_os("XLAUNCH_TEST_LONG").is_some() {
-        &HOPPER_WIDTHS[..]
-    } else {
-        &HOPPER_WIDTHS[..4]
-    };
-    let cases = selected(Precision::Bf16, "attention AttentionShape").into_iter().map(|(name, _)| name);
+    let widths = if is_long() { &HOPPER_WIDTHS[..] } else { &HOPPER_WIDTHS[..4] };
+    let cases = selected(Precision::Bf16, ATTENTION).into_iter().map(|(name, _)| name);
     let names: Vec<String> = cases.filter(|name| widths.iter().any(|width| name.contains(width))).collect();
     let hopper = names.iter().filter(|name| !name.contains("softcap") || name.contains("width: 256")).count();
+    // Other GPUs run these kernels, as do FP32 and TF32.
+    let portable = names.iter().enumerate().filter(|(index, _)| is_long() || is_in_first_half(*index));
+    let portable: BTreeSet<&String> = portable.map(|(_, name)| name).collect();
     let [sums, separate] = [QueryGradients::Sums, QueryGradients::Separate].map(AttentionVariant::Hopper);
     for (variant, [first, last], count) in [
-        (AttentionVariant::Portable, ["attention_bwd_queries", "attention_bwd_keys"], names.len()),
+        (AttentionVariant::Portable, ["attention_bwd_queries", "attention_bwd_keys"], portable.len()),
         (sums, ["attention_bwd_hopper", "attention_bwd_hopper_finish"], hopper),
         (separate, ["attention_bwd_hopper", "attention_bwd_hopper_queries"], hopper),
     ] {
         force_attention(&backend, Some(variant));
         backend.begin_profile();
-        let differences = differences(&backend, Precision::Bf16, &names.join("|"));
+        let mut cases = selected(Precision::Bf16, ATTENTION);
+        let is_portable = variant == AttentionVariant::Portable;
+        cases.retain(|(name, _)| if is_portable { portable.contains(&name) } else { names.contains(name) });
+        let differences = differences_of(&backend, Precision::Bf16, DType::Bf16, cases);
         assert!(differences.is_empty(), "{variant:?}: {}", differences.join("\n"));
         let ran: Vec<String> = backend.end_profile().unwrap().into_iter().map(|span| span.name).collect();
         for name in [first, last] {
@@ -295,7 +336,8 @@ fn layers_of_experts_by_wgmma_match_the_cpu() {
     for grads in [DType::Bf16, DType::F32] {
         let backend = open(Precision::Bf16);
         backend.begin_profile();
-        let differences = differences_with(&backend, Precision::Bf16, grads, EXPERTS);
+        let differences =
+            differences_of(&backend, Precision::Bf16, grads, selected(Precision::Bf16, EXPERTS));
         assert!(differences.is_empty(), "{grads:?}: {}", differences.join("\n"));
         let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "grouped_hopper");
         // All cases except the one with rows that are not whole vectors; of some, also the half of a gated layer.
@@ -342,7 +384,7 @@ fn results_do_not_depend_on_the_order_of_threads() {
 
 /// Runs cases this many times and compares the bits; 100 times with `XLAUNCH_TEST_LONG=1`.
 fn same_bits_in_any_order(backend: &Backend, part: &str, rounds: usize) {
-    let rounds = if std::env::var_os("XLAUNCH_TEST_LONG").is_some() { 100 } else { rounds };
+    let rounds = if is_long() { 100 } else { rounds };
     let ops = Ops { backend, grads: DType::Bf16 };
     let bits = |case: &Case| -> Vec<Vec<u32>> {
         let outputs = case.1(&ops).into_iter();

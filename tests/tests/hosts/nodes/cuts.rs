@@ -59,7 +59,9 @@ fn connections_that_fail_for_6_s_restart_nothing() {
             scope.spawn(|| {
                 let begin = Instant::now();
                 fault(group);
-                std::thread::sleep((begin + Duration::from_secs(6)).saturating_duration_since(Instant::now()));
+                std::thread::sleep(
+                    (begin + Duration::from_secs(6)).saturating_duration_since(Instant::now()),
+                );
                 group.hosts[0].heal();
                 group.hosts[1].heal();
             });
