@@ -13,6 +13,7 @@ xlaunch_harness::tests! {
     training_goes_on_after_a_kill_with_the_weights_of_an_undisturbed_run,
     initial_weights_on_the_first_node_are_enough,
     training_saves_before_a_node_joins_and_before_one_leaves,
+    training_that_has_grown_is_stopped_with_a_checkpoint_from_which_both_nodes_resume,
     training_survives_a_cut_that_heals;
     needs requirements::hosts, long:
     ten_random_failures_leave_the_weights_of_an_undisturbed_run;
@@ -168,6 +169,26 @@ fn training_saves_before_a_node_joins_and_before_one_leaves() {
     training.group.expect_codes(launches, 143);
 }
 
+fn training_that_has_grown_is_stopped_with_a_checkpoint_from_which_both_nodes_resume() {
+    let mut training = Training::new(Group::elastic(2, "1:2", FLAGS), 1_000_000);
+    training.arguments.extend(["--set", "checkpoint.every=100000"].map(String::from));
+    let mut launches = vec![training.start(0)];
+    training.wait_for_step(20, &mut launches);
+    launches.push(training.start(1));
+    wait_for("workers on the new node", || (training.workers(1).len() == 2).then_some(()));
+    let joined = training.last_step();
+    training.wait_for_step(joined + 20, &mut launches);
+    let mut stop = training.group.hosts[0].command_in(training.job.path(), xlaunch_path());
+    let stop = Process::spawn_inside(stop.arg("stop")).wait();
+    assert_eq!(stop.code, 0, "{}", stop.stderr);
+    training.group.expect_codes(launches, 143);
+    let steps = training.last_step() + 20;
+    training.arguments.extend(["--resume", "--set", &format!("train.steps={steps}")].map(String::from));
+    training.group.expect_codes(vec![training.start(0), training.start(1)], 0);
+    // No step was lost or repeated.
+    assert_eq!(training.losses().len() as u64, steps);
+}
+
 fn training_survives_a_cut_that_heals() {
     let training = Training::new(Group::fixed(2, "--max-restarts 1"), 1_000_000);
     let mut launches = vec![training.start(0), training.start(1)];
@@ -175,7 +196,8 @@ fn training_survives_a_cut_that_heals() {
     let pids = [0, 1].map(|host| training.workers(host)).concat();
     assert_eq!(pids.len(), 4);
     training.group.hosts[1].cut();
-    std::thread::sleep(Duration::from_secs(8));
+    // Half of the lease: the rest is left to a busy machine for connecting again.
+    std::thread::sleep(Duration::from_secs(6));
     training.group.hosts[1].heal();
     let step = training.last_step();
     training.wait_for_step(step + 50, &mut launches);
