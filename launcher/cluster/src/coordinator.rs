@@ -209,8 +209,9 @@ impl Task {
         if let Some((id, agent)) = known.filter(|(_, agent)| !agent.forgotten) {
             let id = *id;
             self.next += 1;
-            if greeting.connection <= agent.greeted {
-                // The agent has already given up this connection for a newer one.
+            // The agent has already given up this connection for a newer one. Or it hosts this coordinator, and its link
+            // to another one, which it is about to give up, has found this one.
+            if greeting.connection <= agent.greeted || id == Coordinator::HOST {
                 return Connection { id, number };
             }
             agent.greeted = greeting.connection;
@@ -339,5 +340,42 @@ impl Agent {
 
     fn drain_timeout(&self) -> Duration {
         if self.forgotten { FORGOTTEN_DRAIN_TIMEOUT } else { MEMBER_DRAIN_TIMEOUT }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::v1::GroupRules;
+
+    use super::*;
+    use crate::hosting::new_coordinator;
+
+    #[test]
+    fn other_link_of_the_hosting_agent_does_not_take_the_place_of_its_own() {
+        let mut task = Task::new(new_coordinator("run".into()), true);
+        let mut open = |connection| {
+            let (replies, inbox) = mpsc::unbounded_channel();
+            let greeting = Greeting {
+                instance: vec![1],
+                host: "h0".into(),
+                workers: 1,
+                min_nodes: 2,
+                max_nodes: 2,
+                rules: Some(GroupRules { join_timeout: 600.0, lease: 12.0, ..GroupRules::default() }),
+                new: true,
+                connection,
+                ..Greeting::default()
+            };
+            let opened = Event::Opened { greeting, acknowledged: 0, replies, opened: oneshot::channel().0 };
+            task.event(opened, Instant::now());
+            inbox
+        };
+        let (mut own, mut other) = (open(0), open(1));
+        assert!(
+            matches!(own.try_recv().unwrap().body, Some(ToAgent::Welcome(welcome)) if welcome.refusal.is_empty())
+        );
+        assert_eq!(other.try_recv().unwrap_err(), mpsc::error::TryRecvError::Disconnected);
+        let end = std::iter::from_fn(|| Some(own.try_recv())).find_map(Result::err);
+        assert_eq!(end, Some(mpsc::error::TryRecvError::Empty));
     }
 }
