@@ -514,9 +514,46 @@ systemctl reset-failed $service xlaunch.socket
 systemctl start xlaunch.socket $service
 step "an invalid configuration is refused once, without restarts"
 
+# Another state directory, where the confined service may write only after the operator has followed the message.
+other=/srv/xlaunch
+sed -i "s|^#state_dir = .*|state_dir = \"$other\"|" /etc/xlaunch/daemon.toml
+systemctl restart $service 2> /dev/null && fail "it starts although it cannot write to its state directory"
+expect "the exit code" 2 "$(show ExecMainStatus)"
+journalctl --unit $service --no-pager | grep -q "failed to use $other as .*create it and .*ReadWritePaths=$other)" ||
+    fail "the message does not say how to make $other writable"
+mkdir $other
+printf '[Service]\nReadWritePaths=%s\n' $other > "/run/systemd/system/$service.d/state.conf"
+systemctl daemon-reload
+systemctl reset-failed $service xlaunch.socket
+systemctl start xlaunch.socket $service
+[ -e $other/journal ] || fail "the daemon does not use $other"
+rm "/run/systemd/system/$service.d/state.conf"
+sed -i 's/^state_dir = /#&/; s/^#*allow_commands = .*/allow_commands = true/' /etc/xlaunch/daemon.toml
+systemctl daemon-reload
+systemctl reset-failed $service
+systemctl restart $service
+step "a read-only state directory is refused with what to do, which helps"
+
+# Neither journal nor files name a running job. Its unit does, so it is listed again and can be cancelled.
+accepts_unknown() {
+    unknown=$(submit -- sleep 1234567 2> /dev/null) && [ -n "$unknown" ]
+}
+until_true "a command after the restart" accepts_unknown
+until_true "the start of job $unknown" is_in "$unknown" running
+systemctl stop $service 2> /dev/null
+perl -pi -e 's/./\0/gs' /var/lib/xlaunch/journal
+rm -r "/var/lib/xlaunch/jobs/$unknown"
+systemctl reset-failed $service
+systemctl start $service
+until_true "the adoption of job $unknown" is_in "$unknown" "starting running"
+expect "the unit of job $unknown" active "$(systemctl is-active "xlaunch-job-$unknown.service")"
+as alice xlaunch cancel --force "$unknown" > /dev/null
+until_true "the end of job $unknown" is_in "$unknown" cancelled
+until_true "the end of its unit" is_inactive "xlaunch-job-$unknown.service"
+systemctl reset-failed $service
+step "a running job that journal and files do not name is adopted and can be cancelled"
+
 # Removal and purge while a job runs: it continues, and the next daemon reports how it ended.
-sed -i 's/^#*allow_commands = .*/allow_commands = true/' /etc/xlaunch/daemon.toml
-systemctl reload $service
 accepts_lasting() {
     lasting=$(submit -- sh -c 'while ! [ -e finish ]; do sleep 0.1; done; echo finished' 2> /dev/null) &&
         [ -n "$lasting" ]

@@ -1,4 +1,4 @@
-//! A daemon with a full disk refuses new jobs, and loses none.
+//! A daemon whose disk is full or read-only: it refuses new jobs, and loses none.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -10,7 +10,9 @@ use xlaunch_tests::{Node, Process, requirements, spawn_daemon, wait_for};
 
 xlaunch_harness::tests! {
     needs requirements::mount_namespace:
-    full_disk_refuses_jobs_and_loses_none;
+    full_disk_refuses_jobs_and_loses_none,
+    job_that_fills_the_disk_is_killed_with_the_reason_and_its_directory_removed,
+    read_only_state_directory_is_named_with_what_to_do;
 }
 
 /// A node with its state on a tmpfs of 1 MiB, in a mount namespace that only the daemon and its agents share.
@@ -102,4 +104,39 @@ fn full_disk_refuses_jobs_and_loses_none() {
     let _daemon = disk.start_daemon();
     let states = [running, queued, next].map(|job| node.job(job)["state"].clone());
     assert_eq!(states, ["failed", "done", "done"]);
+}
+
+/// Directories of running jobs are measured every 10 s, all others at the start of the daemon and every 5 min.
+fn job_that_fills_the_disk_is_killed_with_the_reason_and_its_directory_removed() {
+    let disk = SmallDisk::new();
+    let (node, daemon) = (&disk.node, disk.start_daemon());
+    let large = node.submit_shell("head -c 2000000 /dev/zero; exec sleep 1000");
+    let reason = "its directory holds more than 0.2 MiB, the part of the node's disk that a job may use";
+    assert_eq!(node.wait(large, "failed")["reason"], reason);
+    // Space for the journal was reserved, so the next daemon knows it, too.
+    daemon.signal(Signal::KILL);
+    daemon.wait();
+    let _daemon = disk.start_daemon();
+    let found = node.job(large);
+    assert_eq!((&found["state"], &found["reason"]), (&"failed".into(), &reason.into()));
+    let next = wait_for("space for another job", || {
+        let run = node.run(&["submit", "--", "true"]);
+        run.stdout.trim().strip_prefix("job ")?.parse().ok()
+    });
+    node.wait(next, "done");
+}
+
+fn read_only_state_directory_is_named_with_what_to_do() {
+    let mut node = Node::new("");
+    node.stop_daemon(Signal::TERM);
+    let daemon = node.daemon_command();
+    let mut command = Command::new("unshare");
+    command
+        .args(["-m", "sh", "-c", "mount -t tmpfs -o ro,mode=755 none \"$0\" && exec \"$@\""])
+        .arg(node.state_dir());
+    let output = Process::spawn(command.arg(daemon.get_program()).args(daemon.get_args())).wait();
+    let named = format!("failed to use {} as the state directory: ", node.state_dir().display());
+    for text in [named.as_str(), "Read-only file system", "set daemon.state_dir to another directory"] {
+        assert!(output.code == 2 && output.stderr.contains(text), "{text} in {}", output.stderr);
+    }
 }

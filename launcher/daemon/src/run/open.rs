@@ -14,7 +14,7 @@ use crate::agents::AgentStarter;
 use crate::config::{Agents, DaemonConfig, HooksSection};
 use crate::files::JobDirs;
 use crate::ids::Ids;
-use crate::journal::{Integrity, Journal, Replay};
+use crate::journal::{Integrity, Journal, JournalError, Replay};
 use crate::service;
 use crate::state::{Jobs, Record};
 use crate::trusted_path;
@@ -37,21 +37,12 @@ pub(super) struct State {
 
 /// Opens the state directory and replays the journal.
 pub(super) fn state(dir: &Path, accounting: &Accounting, root: bool) -> Result<State, Refusal> {
-    let unusable = |error: io::Error| {
-        let dir = dir.display();
-        let help = match error.kind() {
-            // `xlaunch.service` has ProtectSystem=strict.
-            io::ErrorKind::ReadOnlyFilesystem if sd_notify::booted().unwrap_or(false) => format!(
-                "let the service write there: `systemctl edit xlaunch`, then [Service] and ReadWritePaths={dir}, or \
-                 set daemon.state_dir to another directory"
-            ),
-            _ => "set daemon.state_dir to another directory".into(),
-        };
-        let message = format!("failed to use {dir} as the state directory: {error}; {help}");
-        Refusal::new(ExitCode::Usage, message)
-    };
+    let unusable = |error: io::Error| unusable(dir, &error, sd_notify::booted().unwrap_or(false));
     let (journal, Replay { records, notes, integrity }) =
-        Journal::open(dir).map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
+        Journal::open(dir).map_err(|error| match error {
+            JournalError::Io(error) => unusable(error),
+            error => Refusal::new(ExitCode::Usage, error.to_string()),
+        })?;
     if root {
         make_traversable(dir).map_err(unusable)?;
     }
@@ -75,6 +66,24 @@ pub(super) fn state(dir: &Path, accounting: &Accounting, root: bool) -> Result<S
         integrity => integrity,
     };
     Ok(State { journal, jobs, integrity, ids, dirs })
+}
+
+/// Describes why the state directory cannot be used. `systemd`: the system was booted with systemd.
+fn unusable(dir: &Path, error: &io::Error, systemd: bool) -> Refusal {
+    // systemd requires that paths in ReadWritePaths= exist.
+    let create = if dir.exists() { "" } else { "create it and " };
+    let dir = dir.display();
+    let help = if systemd && error.kind() == io::ErrorKind::ReadOnlyFilesystem {
+        // `xlaunch.service` has ProtectSystem=strict.
+        format!(
+            "{create}let the service write there (`systemctl edit xlaunch`, then [Service] and ReadWritePaths={dir}), \
+             or set daemon.state_dir to another directory"
+        )
+    } else {
+        "set daemon.state_dir to another directory".to_owned()
+    };
+    let message = format!("failed to use {dir} as the state directory: {error}; {help}");
+    Refusal::new(ExitCode::Usage, message)
 }
 
 /// Makes the state directory of a root daemon traversable, so that users can reach their job directories.
@@ -194,5 +203,22 @@ pub(super) async fn retry_while_in_use<T>(bind: impl AsyncFn() -> io::Result<T>)
             }
             bound => return bound,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn read_only_state_directory_under_systemd_is_explained_with_the_setting_of_the_unit() {
+        let text = |dir: &str, systemd| {
+            unusable(Path::new(dir), &io::ErrorKind::ReadOnlyFilesystem.into(), systemd).message
+        };
+        assert!(text("/", true).contains("; let the service write there (`systemctl edit xlaunch`"));
+        let missing = "/nonexistent/xlaunch";
+        assert!(text(missing, true).contains("; create it and let the service write there"));
+        assert!(text(missing, true).contains("ReadWritePaths=/nonexistent/xlaunch)"));
+        assert!(text(missing, false).ends_with("; set daemon.state_dir to another directory"));
     }
 }
