@@ -21,7 +21,8 @@ use tonic_health::pb::health_client::HealthClient;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work as Wire;
 use xlaunch_proto::v1::{
-    ExaminedGpu, Gpu, JobCheckpointRequest, JobStacksRequest, LogsRequest, NodeJobState,
+    Dependency, ExaminedGpu, Gpu, JobCheckpointRequest, JobStacksRequest, LogsRequest, NodeJobState,
+    Scheduling,
 };
 use xlaunch_spec::command::{CommandSpec, Program};
 use xlaunch_spec::job::JobSpec;
@@ -222,6 +223,48 @@ async fn job_of_another_user_looks_nonexistent() {
 }
 
 #[tokio::test]
+async fn invalid_requests_are_refused_in_the_words_of_users() {
+    let case = Case::new([], None);
+    let mut ann = case.client(ANN).await;
+    let mut named = JobSpec::default();
+    named.job.name = "a\nb".into();
+    let named = Some(Wire::TrainerSpecJson(named.to_json()));
+    let after = vec![Dependency { job: 1, ..Default::default() }];
+    let scheduling = Some(Scheduling { after, ..Default::default() });
+    for (request, expected) in [
+        (
+            SubmitRequest { work_dir: "here".into(), ..submit() },
+            "the working directory is not an absolute path",
+        ),
+        (
+            SubmitRequest { request_id: String::new(), ..submit() },
+            "the id of the request is not 1 to 64 printable ASCII characters",
+        ),
+        (
+            SubmitRequest { version: "1".repeat(65), ..submit() },
+            "the version of xlaunch has 65 bytes, at most 64 are allowed",
+        ),
+        (SubmitRequest { work: named, ..submit() }, "job.name has control characters"),
+        (
+            SubmitRequest { work: None, ..submit() },
+            "the work of the job is missing; expected a training job or a command",
+        ),
+        (SubmitRequest { scheduling, ..submit() }, "the condition of --after is missing"),
+    ] {
+        let error = ann.submit(request).await.unwrap_err();
+        assert_eq!((error.code(), error.message()), (Code::InvalidArgument, expected));
+    }
+    let stream = LogsRequest { stream: 3, ..Default::default() };
+    for (logs, expected) in [
+        (None, "the choice of a log is missing"),
+        (Some(stream), "the stream of the log is 3, expected 1 or 2"),
+    ] {
+        let error = ann.logs(JobLogsRequest { job: 1, logs }).await.unwrap_err();
+        assert_eq!((error.code(), error.message()), (Code::InvalidArgument, expected));
+    }
+}
+
+#[tokio::test]
 async fn commands_are_validated_and_manager_errors_become_status_codes() {
     let case = Case::new([], None);
     let mut ann = case.client(ANN).await;
@@ -234,9 +277,6 @@ async fn commands_are_validated_and_manager_errors_become_status_codes() {
     let work = Some(Wire::TrainerSpecJson(JobSpec::default().to_json()));
     let reply = ann.submit(SubmitRequest { request_id: "2".into(), work, ..submit() }).await.unwrap();
     assert!(reply.into_inner().job.unwrap().name.starts_with("Trainer("));
-    let error = ann.submit(SubmitRequest { work_dir: "here".into(), ..submit() }).await.unwrap_err();
-    assert_eq!(error.code(), Code::InvalidArgument);
-    assert_eq!(error.message(), "the working directory is not an absolute path");
     assert_eq!(ann.cancel(CancelRequest { job: 5, force: false }).await.unwrap().into_inner().id, 5);
 
     let refusals = [

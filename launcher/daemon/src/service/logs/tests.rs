@@ -168,7 +168,11 @@ async fn only_regular_files_of_the_jobs_user_are_streamed() {
     let case = Case::new(NodeJobState::Done);
     case.write(log, "secret");
     case.now_of(NodeJobState::Done, rustix::process::getuid().as_raw() + 1);
-    assert!(refused(&case, "foreign").await.contains("does not belong to the job's user"));
+    // The whole message, because the owner must not be in it.
+    assert_eq!(
+        refused(&case, "foreign").await,
+        "failed to read the log of rank 0 of job 7: attempt_0/0/stdout.log does not belong to the job's user"
+    );
 }
 
 #[tokio::test]
