@@ -250,6 +250,11 @@ pub fn systemd_analyze() -> Requirement {
     programs(&["systemd-analyze"])
 }
 
+/// Requires logrotate.
+pub fn logrotate() -> Requirement {
+    programs(&["logrotate"])
+}
+
 /// Requires the programs with which `systemd/boot.sh` boots a Debian, and cargo-deb for the package.
 pub fn systemd_nspawn() -> Requirement {
     root()?;

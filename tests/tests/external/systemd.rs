@@ -5,6 +5,8 @@
 
 #![expect(clippy::print_stderr, reason = "prints the log of the booted system")]
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -13,6 +15,8 @@ use xlaunch_tests::{forget_package, requirements, xlaunch_path};
 xlaunch_harness::tests! {
     needs requirements::systemd_analyze:
     unit_is_confined;
+    needs requirements::logrotate:
+    logrotate_accepts_the_packaged_file;
     needs requirements::systemd_nspawn:
     package_runs_under_systemd;
 }
@@ -32,6 +36,18 @@ fn unit_is_confined() {
     let table = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{table}\n{}", String::from_utf8_lossy(&output.stderr));
     assert!(table.contains("Overall exposure level for xlaunch.service"), "{table}");
+}
+
+fn logrotate_accepts_the_packaged_file() {
+    // With the permissions that it has in the packages: logrotate refuses files that others can write.
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("xlaunch");
+    std::fs::copy(repository().join("deploy/logrotate/xlaunch"), &file).unwrap();
+    std::fs::set_permissions(&file, Permissions::from_mode(0o644)).unwrap();
+    let output = Command::new("logrotate").arg("--debug").arg(&file).output().unwrap();
+    let log = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && !log.contains("error: "), "{log}");
+    assert!(log.contains("rotating pattern: /var/lib/xlaunch/accounting.jsonl "), "{log}");
 }
 
 fn package_runs_under_systemd() {
