@@ -18,7 +18,8 @@ xlaunch_harness::tests! {
     background_job_is_suspended_when_its_script_reads,
     background_job_whose_script_does_not_read_is_not_suspended,
     password_is_read_without_echo_in_any_rank,
-    terminal_is_usable_after_the_launcher_is_killed_at_a_prompt;
+    terminal_is_usable_after_the_launcher_is_killed_at_a_prompt,
+    top_shows_running_launches_without_a_daemon;
 }
 
 const ASK: &str = "
@@ -235,6 +236,23 @@ input('name? ')
         expect("it-2"),
         send("bob\n"),
         expect("got bob"),
+    ];
+    in_shell(&launch, &steps);
+}
+
+fn top_shows_running_launches_without_a_daemon() {
+    let launch = Launch::new();
+    let run = launch.spawn_shell(&[], 1, "echo ready >&2; exec sleep 1000");
+    run.wait_for_stderr("ready");
+    let steps = [
+        send("stty rows 40 cols 120; XLAUNCH_SOCKET=/nonexistent $X top\n"),
+        // Spaces are not transmitted, as the screen is empty at first.
+        expect("launches"),
+        // The highlighted row of the launch.
+        expect("sh-"),
+        expect("running"),
+        send("q"),
+        expect("$ "),
     ];
     in_shell(&launch, &steps);
 }

@@ -13,6 +13,7 @@ xlaunch_harness::tests! {
     crash_in_any_phase_changes_no_bit_of_the_result_on_three_ranks,
     crash_in_any_phase_changes_no_bit_of_the_result_with_a_sharded_optimizer,
     failed_save_of_one_rank_costs_that_checkpoint_only,
+    checkpoint_that_cannot_be_read_back_is_an_error_of_the_command_that_asked_for_it,
     flipped_bit_is_found_and_the_group_restarts_from_the_last_verified_checkpoint,
     every_flipped_bit_is_found_and_its_rank_is_named,
     hang_is_reported_with_its_rank_and_phase,
@@ -136,6 +137,26 @@ fn failed_save_of_one_rank_costs_that_checkpoint_only() {
         assert_eq!(names, ["step-00000004", "step-00000012"], "{rule}");
         assert!(job.saved_state(12) == whole.saved_state(12), "{rule}");
     }
+}
+
+fn checkpoint_that_cannot_be_read_back_is_an_error_of_the_command_that_asked_for_it() {
+    // The manifest is damaged after the workers have checked the files, and before they rename the directory.
+    let job = Job::with_fail_points("save_commit@0:*=slow(3000)");
+    let settings = ["train.steps=1000000", "train.batch=1", "checkpoint.every=0", "checkpoint.dir=\"saved\""];
+    let process = job.spawn(&settings.iter().flat_map(|setting| ["--set", setting]).collect::<Vec<_>>());
+    process.wait_for_stderr("step 1/");
+    let asked = Process::spawn(&mut job.command(&["checkpoint"]));
+    process.wait_for_stderr("fail point reached");
+    let saving = std::fs::read_dir(job.path().join("saved")).unwrap().map(|entry| entry.unwrap().path());
+    let saving = saving.filter(|path| path.display().to_string().contains("/.tmp-step-")).next().unwrap();
+    std::fs::write(saving.join("manifest.json"), "{}").unwrap();
+    let asked = asked.wait();
+    assert_eq!((asked.code, asked.stdout.as_str()), (1, ""), "{}", asked.stderr);
+    let name = saving.file_name().unwrap().to_str().unwrap().replace(".tmp-", "");
+    for text in ["the checkpoint of step ", " was not saved: ", &name, "manifest.json"] {
+        assert!(asked.stderr.contains(text), "{text} in {}", asked.stderr);
+    }
+    assert!(process.stderr().contains(" was not saved: "), "{}", process.stderr());
 }
 
 fn flipped_bit_is_found_and_the_group_restarts_from_the_last_verified_checkpoint() {

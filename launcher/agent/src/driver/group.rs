@@ -202,3 +202,23 @@ fn reach_next(prepare: &Prepare) -> io::Result<()> {
     let address = addresses.next().ok_or(io::ErrorKind::NotFound)?;
     TcpStream::connect_timeout(&address, PROBE_TIMEOUT).map(drop)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unreachable_node_is_named_with_its_address_and_the_flag_that_chooses_another() {
+        let prepare = Prepare {
+            next_host: "h1".into(),
+            next_address: "10.0.0.5".into(),
+            next_probe_port: 29401,
+            ..Prepare::default()
+        };
+        assert_eq!(
+            unreachable(&prepare, &io::ErrorKind::ConnectionRefused.into()),
+            "cannot reach h1 at 10.0.0.5 port 29401: connection refused; if h1 has another address for the other \
+             nodes, choose it with `--interface` or `--local-addr`; otherwise, open its ports to them"
+        );
+    }
+}

@@ -67,7 +67,10 @@ fn spare_takes_the_rank_of_a_node_that_is_lost() {
     assert!(starts[4..].iter().all(|start| start.restarts == 1), "{starts:?}");
     // Another spare leaves when the job ends. It must be a member by then: otherwise it would wait for the next job.
     launches.push(start_spare(&group, 1));
-    group.expect_success(launches);
+    let outputs = group.expect_success(launches);
+    let spare = &outputs.last().unwrap().stderr;
+    assert!(spare.contains("the job is done; this node was not needed"), "{spare}");
+    assert!(!spare.contains("error: "), "{spare}");
 }
 
 /// Starts the launch of a host. Returns when the coordinator has admitted it as a spare.

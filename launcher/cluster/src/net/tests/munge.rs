@@ -58,6 +58,30 @@ async fn other_user_is_refused_by_both_sides() {
     assert!(connections.try_recv().is_err());
 }
 
+/// The texts and exit codes are those of unmunge 0.5.
+#[tokio::test]
+async fn refusal_says_whether_clocks_keys_or_munged_are_the_problem() {
+    for (text, exit, expected, words) in [
+        ("Expired credential", 15, Refusal::Clock, "the clocks of the two hosts differ"),
+        ("Rewound credential", 16, Refusal::Clock, "the clocks of the two hosts differ"),
+        ("Invalid credential", 8, Refusal::OtherKey, "give all nodes the same `munge.key`"),
+        (
+            "Failed to access \"/run/munge/munge.socket.2\"",
+            6,
+            Refusal::Broken,
+            "check that munged runs there",
+        ),
+    ] {
+        let [one, other] = dirs();
+        let unmunge = format!("cat >/dev/null; echo 'unmunge: Error: {text}' >&2; exit {exit}");
+        let (port, mut connections) = start(scripts(one.path(), MUNGE, &unmunge));
+        let refused = dial(port, &scripts(other.path(), MUNGE, UNMUNGE)).await.unwrap_err();
+        let is_expected = matches!(&refused, Reason::Munge(MungeError::Refused(it)) if *it == expected);
+        assert!(is_expected && refused.to_string().contains(words), "{text}: {refused:?}: {refused}");
+        assert!(connections.try_recv().is_err());
+    }
+}
+
 /// A process in the middle has a TLS channel with agent and coordinator each, and relays their messages.
 #[tokio::test]
 async fn relayed_credential_is_refused() {

@@ -295,13 +295,16 @@ fn rdzv_conf_is_that_of_torchrun_within_bounds() {
 fn training_configurations_take_the_same_flags() {
     let line = ["--nnodes", "2", "a.toml", "--node-rank", "1", "--rdzv-endpoint", "h", "--token-file", "/t"];
     let detect = || Ok(None);
-    let variables = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| "auto".into());
-    match parse(Name::Xlaunch, &line.map(OsString::from), &variables, Scope::Nodes(&detect)) {
-        Ok(Request::Trainer(launch, Some(group))) => {
-            assert_eq!(summary(&group.spec), "2 1 static h:29500 -");
-            assert_eq!(launch.nproc, None);
+    // Kubeflow sets `cpu` on nodes without GPUs.
+    for nproc in ["auto", "gpu", "cpu"] {
+        let variables = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| nproc.into());
+        match parse(Name::Xlaunch, &line.map(OsString::from), &variables, Scope::Nodes(&detect)) {
+            Ok(Request::Trainer(launch, Some(group))) => {
+                assert_eq!(summary(&group.spec), "2 1 static h:29500 -");
+                assert_eq!(launch.nproc, None, "{nproc}");
+            }
+            other => panic!("{nproc}: {other:?}"),
         }
-        other => panic!("{other:?}"),
     }
 }
 
