@@ -209,8 +209,8 @@ impl Task {
         if let Some((id, agent)) = known.filter(|(_, agent)| !agent.forgotten) {
             let id = *id;
             self.next += 1;
-            // The agent has already given up this connection for a newer one. Or it hosts this coordinator, and its link
-            // to another one, which it is about to give up, has found this one.
+            // The agent has already given up this connection for a newer one. Or it hosts this coordinator, and its
+            // link to another one, which it is about to give up, has found this one.
             if greeting.connection <= agent.greeted || id == Coordinator::HOST {
                 return Connection { id, number };
             }
