@@ -25,7 +25,10 @@ pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
     if !job.command_line.is_empty() {
         out += &format!("{}\n", escape(&job.command_line));
     }
-    out += &format!("in {}\n", escape(&job.work_dir));
+    // Nothing but its unit may be known of a job that was listed again.
+    if !job.work_dir.is_empty() {
+        out += &format!("in {}\n", escape(&job.work_dir));
+    }
     if let Some(code) = job.exit_code {
         // A command's exit codes are its own.
         let known = i32::try_from(code).ok().and_then(ExitCode::from_code);
@@ -237,6 +240,14 @@ mod tests {
         (status.kind, status.state) = (JobKind::Command.into(), JobState::Failed.into());
         (status.ranks[0].state, status.ranks[0].exit) = (RankState::Exited.into(), "exit code 76".into());
         insta::assert_snapshot!("ended-command", text(&done, 1_245_000, 100));
+    }
+
+    #[test]
+    fn job_that_only_its_unit_names_has_no_line_for_an_unknown_directory() {
+        let mut found = Job { status: None, gpus: Vec::new(), gpus_wanted: 0, ..running() };
+        (found.command_line, found.work_dir) = (String::new(), String::new());
+        let text = text(&found, 1_245_000, 100);
+        assert!(text.ends_with("\nno GPUs\n"), "{text}");
     }
 
     #[test]
