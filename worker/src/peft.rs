@@ -52,7 +52,17 @@ struct Config {
     rank_pattern: BTreeMap<String, Value>,
     #[serde(default)]
     alpha_pattern: BTreeMap<String, Value>,
+    #[serde(default)]
+    init_lora_weights: Value,
+    #[serde(default)]
+    alora_invocation_tokens: Value,
+    #[serde(default)]
+    kasa_config: Value,
 }
+
+/// Initialisations that leave the weights of the model as they are. PEFT computes others, such as PiSSA, from these
+/// weights and subtracts them, also when it loads the adapter.
+const PLAIN_INITIALISATIONS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 
 impl PeftDirectory {
     /// Returns whether `path` has an adapter and no model.
@@ -85,10 +95,30 @@ impl PeftDirectory {
         if config.modules_to_save.as_array().is_some_and(|modules| !modules.is_empty()) {
             return refuse("modules_to_save", "modules that are trained as a whole are not supported".into());
         }
-        if !config.rank_pattern.is_empty() || !config.alpha_pattern.is_empty() {
+        for (key, pattern) in
+            [("rank_pattern", &config.rank_pattern), ("alpha_pattern", &config.alpha_pattern)]
+        {
+            if !pattern.is_empty() {
+                return refuse(key, "ranks and alphas that differ between layers are not supported".into());
+            }
+        }
+        if let Some(name) =
+            config.init_lora_weights.as_str().filter(|name| !PLAIN_INITIALISATIONS.contains(name))
+        {
+            let problem = format!(
+                "{name:?} changes the weights of the model, which an adapter does not contain; convert it with PEFT's \
+                 `save_pretrained(DIR, path_initial_model_for_weight_conversion=...)`"
+            );
+            return refuse("init_lora_weights", problem);
+        }
+        if !config.alora_invocation_tokens.is_null() {
+            let problem = "adapters that are active after certain tokens only (aLoRA) are not supported";
+            return refuse("alora_invocation_tokens", problem.into());
+        }
+        if !config.kasa_config.is_null() {
             return refuse(
-                "rank_pattern",
-                "ranks and alphas that differ between layers are not supported".into(),
+                "kasa_config",
+                "KaSA, which truncates the weights of the model, is not supported".into(),
             );
         }
         Ok(Self { path: path.into(), config })

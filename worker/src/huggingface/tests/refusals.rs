@@ -99,6 +99,24 @@ fn adapters_that_cannot_be_read_are_refused_with_the_key_of_their_configuration(
             "`use_dora`: DoRA is not supported",
         ),
         (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alpha_pattern": {"q_proj": 2}}"#,
+            "`alpha_pattern`: ranks and alphas",
+        ),
+        (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "init_lora_weights": "pissa_niter_4"}"#,
+            "`init_lora_weights`: \"pissa_niter_4\" changes the weights of the model",
+        ),
+        (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alora_invocation_tokens": [1]}"#,
+            "`alora_invocation_tokens`: ",
+        ),
+        (r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "kasa_config": {}}"#, "`kasa_config`: KaSA"),
+        // What follows is found only if the initialisation is no obstacle.
+        (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "init_lora_weights": "gaussian"}"#,
+            "`base_model_name_or_path`: it does not name the model",
+        ),
+        (
             r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#,
             "`base_model_name_or_path`: it does not name the model",
         ),
