@@ -57,7 +57,7 @@ impl Settings {
         let tokenizer = source.tokenizer(tokenizer)?;
         let settings = Self::new(&source, tokenizer, raw);
         if let Some(line) = settings.warning() {
-            note(line);
+            note(&line);
         }
         Ok((source, settings))
     }
@@ -105,12 +105,18 @@ impl Settings {
         config.filter(|config| !config.is_empty() && !self.raw && !self.is_run)
     }
 
-    /// Returns a warning about a setting of the model that has no effect.
-    pub fn warning(&self) -> Option<&'static str> {
-        let penalty = self.generation_config()?.get("repetition_penalty")?.as_f64()?;
-        let warning =
-            "warning: `repetition_penalty` of generation_config.json is not supported and has no effect";
-        (penalty != 1.0).then_some(warning)
+    /// Returns a warning about settings of the model that have no effect.
+    pub fn warning(&self) -> Option<String> {
+        let keys = without_effect(self.generation_config()?);
+        let names: Vec<String> = keys.iter().map(|key| format!("`{key}`")).collect();
+        let verbs = if names.len() == 1 { ("is", "has") } else { ("are", "have") };
+        (!names.is_empty()).then(|| {
+            let names = names.join(", ");
+            format!(
+                "warning: {names} of generation_config.json {} not supported and {} no effect",
+                verbs.0, verbs.1
+            )
+        })
     }
 
     /// Returns the sampling settings: those of the user, otherwise those of the directory's `generation_config.json`.
@@ -133,6 +139,44 @@ impl Settings {
     }
 }
 
+/// Returns the keys of `generation_config.json` that would change the texts of `transformers`, but not those here.
+fn without_effect(config: &Map<String, Value>) -> Vec<&'static str> {
+    // Each with the number that asks for nothing; `null` does as well, and lists that are empty.
+    const IGNORED_SETTINGS: [(&str, f64); 15] = [
+        ("bad_words_ids", 0.0),
+        ("begin_suppress_tokens", 0.0),
+        ("encoder_no_repeat_ngram_size", 0.0),
+        ("exponential_decay_length_penalty", 0.0),
+        ("forced_bos_token_id", -1.0),
+        ("forced_eos_token_id", -1.0),
+        ("guidance_scale", 1.0),
+        ("min_length", 0.0),
+        ("min_new_tokens", 0.0),
+        ("no_repeat_ngram_size", 0.0),
+        ("num_beams", 1.0),
+        ("repetition_penalty", 1.0),
+        ("sequence_bias", 0.0),
+        ("stop_strings", 0.0),
+        ("suppress_tokens", 0.0),
+    ];
+    const IGNORED_SAMPLING_SETTINGS: [(&str, f64); 4] =
+        [("epsilon_cutoff", 0.0), ("eta_cutoff", 0.0), ("min_p", 0.0), ("typical_p", 1.0)];
+    let samples = config.get("do_sample").and_then(Value::as_bool) == Some(true);
+    let asks_for_nothing = |value: &Value, neutral: f64| match value {
+        Value::Null => true,
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        value => value.as_f64() == Some(neutral),
+    };
+    let keys = IGNORED_SETTINGS.iter().chain(IGNORED_SAMPLING_SETTINGS.iter().filter(|_| samples));
+    let mut keys: Vec<&str> = keys
+        .filter(|(key, neutral)| config.get(*key).is_some_and(|value| !asks_for_nothing(value, *neutral)))
+        .map(|(key, _)| *key)
+        .collect();
+    keys.sort_unstable();
+    keys
+}
+
 fn vocabulary(source: &Source, tokenizer: &Tokenizer, raw: bool) -> Vocabulary {
     let own = || tokenizer.end_of_text().into_iter().collect();
     match &source.inherited {
@@ -145,5 +189,32 @@ fn vocabulary(source: &Source, tokenizer: &Tokenizer, raw: bool) -> Vocabulary {
             Vocabulary { size: if source.is_run { tokenizer.vocab() } else { source.shape.vocab }, ends }
         }
         _ => Vocabulary { size: tokenizer.vocab(), ends: own() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn settings_without_effect_are_named() {
+        let found = |config: Value| without_effect(config.as_object().unwrap());
+        assert_eq!(
+            found(json!({"repetition_penalty": 1.1, "num_beams": 4})),
+            ["num_beams", "repetition_penalty"]
+        );
+        assert_eq!(
+            found(json!({"stop_strings": "a", "suppress_tokens": [1]})),
+            ["stop_strings", "suppress_tokens"]
+        );
+        assert_eq!(found(json!({"do_sample": true, "min_p": 0.1})), ["min_p"]);
+        assert_eq!(found(json!({"do_sample": false, "min_p": 0.1})), [""; 0]);
+        let neutral = json!({
+            "do_sample": true, "repetition_penalty": 1, "num_beams": 1, "typical_p": 1.0, "min_p": null, "top_k": 20,
+            "bad_words_ids": [], "no_repeat_ngram_size": 0, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1],
+        });
+        assert_eq!(found(neutral), [""; 0]);
     }
 }
