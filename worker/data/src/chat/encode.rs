@@ -6,7 +6,7 @@ use std::ops::Range;
 use minijinja::value::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::row::{ASSISTANT, Chat, Row, has_role, join_parts, parse};
+use super::row::{ASSISTANT, Chat, Row, has_role, is_counted, join_parts, parse};
 use super::spans::{self, Endings};
 use super::template::Template;
 use super::templates::{Templates, probe};
@@ -172,17 +172,19 @@ impl ChatEncoder {
         let generation = format.template.has_generation();
         let (text, spans) = if generation {
             let marked = format.template.render_marked(&all, &chat.tools)?;
-            let before =
-                messages[..chat.prompt].iter().filter(|message| has_role(message, ASSISTANT)).count();
-            let answers = messages.iter().filter(|message| has_role(message, ASSISTANT)).count();
-            if before > 0 && marked.spans.len() != answers {
-                let found = marked.spans.len();
+            let answers = messages.iter().enumerate().filter(|(_, message)| has_role(message, ASSISTANT));
+            let counted: Vec<bool> =
+                answers.map(|(index, message)| index >= chat.prompt && is_counted(message)).collect();
+            let (found, expected) = (marked.spans.len(), counted.len());
+            if counted.contains(&false) && found != expected {
                 return Err(format!(
-                    "{found} `generation` blocks of {answers} messages of the assistant: it is not known which of them \
-                     belong to `prompt`"
+                    "{found} `generation` blocks of {expected} messages of the assistant: it is not known which of \
+                     them belong to `prompt` or have `weight` 0"
                 ));
             }
-            (marked.text, marked.spans.into_iter().skip(before).collect())
+            let all = counted.iter().copied().chain(std::iter::repeat(true));
+            let spans = marked.spans.into_iter().zip(all).filter(|(_, counted)| *counted);
+            (marked.text, spans.map(|(span, _)| span).collect())
         } else {
             let text = format.template.render(&all, &chat.tools, false)?;
             let spans = self.answers(format, messages, chat, &text)?;
@@ -213,7 +215,8 @@ impl ChatEncoder {
             format.template.render(&Value::from(messages[..count].to_vec()), &chat.tools, prompt)
         };
         let mut spans: Vec<Range<usize>> = Vec::new();
-        for index in (chat.prompt..messages.len()).filter(|index| has_role(&messages[*index], ASSISTANT)) {
+        let counted = |index: &usize| has_role(&messages[*index], ASSISTANT) && is_counted(&messages[*index]);
+        for index in (chat.prompt..messages.len()).filter(counted) {
             let unknown = |reason: String| {
                 format!(
                     "it is not known which tokens of messages[{index}] the model writes: {reason}\n{MASK_HELP}"

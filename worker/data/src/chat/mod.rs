@@ -20,7 +20,7 @@ mod templates;
 
 /// Names of the fields of a row.
 pub(crate) const CHAT_COLUMNS: &[&str] =
-    &["messages", "conversations", "prompt", "completion", "text", "tools"];
+    &["messages", "conversations", "prompt", "completion", "text", "tools", "system", "chat_template_kwargs"];
 
 pub(crate) use encode::{ChatEncoder, Document, Outcome};
 pub use template::{TEMPLATE_TOKENS, Template};

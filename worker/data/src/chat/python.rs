@@ -5,8 +5,9 @@ use std::io;
 
 use chrono::NaiveDateTime;
 use chrono::format::{Item, StrftimeItems};
-use minijinja::value::{Kwargs, Value, ValueKind};
+use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, Output, State, escape_formatter};
+use minijinja_contrib::pycompat::unknown_method_callback;
 use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::{Formatter, PrettyFormatter};
@@ -26,6 +27,10 @@ pub(super) fn to_json(value: Value, options: Kwargs) -> Result<String, Error> {
     let sort: Option<bool> = options.get("sort_keys")?;
     // Unknown options would otherwise be ignored silently.
     options.assert_all_used()?;
+    if value.is_undefined() {
+        // A template that writes a field without checking for it would otherwise write `null`.
+        return Err(Error::new(ErrorKind::UndefinedError, "`tojson` of a value that the row does not have"));
+    }
     let separators = match separators.filter(|value| !value.is_none()) {
         Some(pair) => {
             let part = |index| {
@@ -46,6 +51,50 @@ pub(super) fn to_json(value: Value, options: Kwargs) -> Result<String, Error> {
         .serialize(&mut Serializer::with_formatter(&mut out, formatter))
         .map_err(|error| failed(error.to_string()))?;
     String::from_utf8(out).map_err(|error| failed(error.to_string()))
+}
+
+/// Methods of strings that `minijinja` and its own emulation of Python lack.
+pub(super) fn method(
+    state: &mut State<'_, '_>,
+    value: &Value,
+    name: &str,
+    arguments: &[Value],
+) -> Result<Value, Error> {
+    let Some(text) = value.as_str() else {
+        return unknown_method_callback(state, value, name, arguments);
+    };
+    match name {
+        "removeprefix" => {
+            let (prefix,): (&str,) = from_args(arguments)?;
+            Ok(text.strip_prefix(prefix).unwrap_or(text).into())
+        }
+        "removesuffix" => {
+            let (suffix,): (&str,) = from_args(arguments)?;
+            Ok(text.strip_suffix(suffix).unwrap_or(text).into())
+        }
+        "partition" => {
+            let (separator,): (&str,) = from_args(arguments)?;
+            let (before, after) = text.split_once(separator).unwrap_or((text, ""));
+            let found = if before.len() == text.len() { "" } else { separator };
+            Ok([before, found, after].map(Value::from).into_iter().collect())
+        }
+        "rpartition" => {
+            let (separator,): (&str,) = from_args(arguments)?;
+            let (before, after) = text.rsplit_once(separator).unwrap_or(("", text));
+            let found = if after.len() == text.len() { "" } else { separator };
+            Ok([before, found, after].map(Value::from).into_iter().collect())
+        }
+        "rsplit" => {
+            let (separator, most): (&str, Option<usize>) = from_args(arguments)?;
+            let mut parts: Vec<&str> = match most {
+                Some(most) => text.rsplitn(most.saturating_add(1), separator).collect(),
+                None => text.rsplit(separator).collect(),
+            };
+            parts.reverse();
+            Ok(parts.into_iter().map(Value::from).collect())
+        }
+        _ => unknown_method_callback(state, value, name, arguments),
+    }
 }
 
 /// Returns the value with the keys of all maps in order.

@@ -50,11 +50,16 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
     let field =
         |name: &str| value.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none());
     let tools = tools(field("tools"))?;
+    if field("chat_template_kwargs").is_some_and(|options| options.len() != Some(0)) {
+        return Err("`chat_template_kwargs` is not supported\nhelp: remove it, and set these variables at the beginning \
+                    of a template: --chat-template FILE with `{% set enable_thinking = false %}`"
+            .into());
+    }
     if let Some(list) = field("messages") {
-        return chat(messages(&list, "messages")?, tools, 0);
+        return chat(with_system(messages(&list, "messages")?, field("system"))?, tools, 0);
     }
     if let Some(list) = field("conversations") {
-        return chat(conversations(&list)?, tools, 0);
+        return chat(with_system(conversations(&list)?, field("system"))?, tools, 0);
     }
     match (field("prompt"), field("completion"), field("text")) {
         (Some(prompt), Some(completion), _) => pair(&prompt, &completion, tools),
@@ -77,6 +82,22 @@ fn keys(value: &Value) -> String {
     let names: Vec<String> =
         value.try_iter().into_iter().flatten().take(10).map(|key| format!("`{key}`")).collect();
     if names.is_empty() { "no fields".into() } else { names.join(", ") }
+}
+
+/// Adds the system message that a row has beside its messages.
+fn with_system(mut messages: Vec<Value>, system: Option<Value>) -> Result<Vec<Value>, String> {
+    let Some(system) = system else { return Ok(messages) };
+    let text =
+        system.as_str().ok_or_else(|| format!("`system` is a {}; expected a string", system.kind()))?;
+    let own = messages.first().filter(|first| has_role(first, "system"));
+    match own.map(|first| first.get_attr("content").is_ok_and(|content| content.as_str() == Some(text))) {
+        _ if text.is_empty() => {}
+        Some(true) => {}
+        Some(false) => return Err("the row has a `system` and another message of that role".into()),
+        None => messages
+            .insert(0, Value::from_pairs([("role", Value::from("system")), ("content", Value::from(text))])),
+    }
+    Ok(messages)
 }
 
 /// Returns the schemas of tools: a list, or a string of JSON that contains one.
@@ -139,6 +160,12 @@ pub(crate) fn has_role(message: &Value, role: &str) -> bool {
     message.get_attr("role").is_ok_and(|found| found.as_str() == Some(role))
 }
 
+/// Returns whether the loss of an answer counts: not with `weight` 0, as in OpenAI's format.
+pub(crate) fn is_counted(message: &Value) -> bool {
+    let weight = message.get_attr("weight").ok().and_then(|weight| f64::try_from(weight).ok());
+    weight != Some(0.0)
+}
+
 /// Checks messages. Keys without a value are left out, as `transformers` does.
 fn messages(list: &Value, name: &str) -> Result<Vec<Value>, String> {
     if list.kind() != ValueKind::Seq {
@@ -175,6 +202,12 @@ fn message(message: &Value, at: &str) -> Result<Value, String> {
     }
     if let Some(calls) = has("tool_calls").filter(|calls| calls.kind() != ValueKind::Seq) {
         return Err(format!("`{at}.tool_calls` is a {}; expected a list", calls.kind()));
+    }
+    if let Some(weight) = has("weight") {
+        let number = f64::try_from(weight.clone()).ok().filter(|_| weight.kind() == ValueKind::Number);
+        if number != Some(0.0) && number != Some(1.0) {
+            return Err(format!("`{at}.weight` is {weight}; expected 0 or 1"));
+        }
     }
     let reasoning = REASONING.iter().find_map(|name| has(name)).cloned();
     if let Some(reasoning) = reasoning {
@@ -253,7 +286,10 @@ fn conversations(list: &Value) -> Result<Vec<Value>, String> {
                 from.escape_debug()
             )
         })?;
-        converted.push(Value::from_pairs([("role", Value::from(role)), ("content", Value::from(&*value))]));
+        let weight = message.get_attr("weight").ok().filter(|weight| !weight.is_undefined());
+        let pairs = [("role", Value::from(role)), ("content", Value::from(&*value))];
+        let pairs = pairs.into_iter().chain(weight.map(|weight| ("weight", weight)));
+        converted.push(self::message(&Value::from_pairs(pairs), &at)?);
     }
     Ok(converted)
 }

@@ -22,6 +22,10 @@ const GENERATION: &str = "xlaunch_generation";
 /// First of the private-use characters that mark the ends of `generation` blocks, and their number.
 const GENERATION_MARKS: Range<u32> = 0x10_f000..0x10_ff00;
 
+/// Words of the template language that are no variables.
+const CONSTANTS_AND_OPERATORS: [&str; 13] =
+    ["true", "True", "false", "False", "none", "None", "and", "or", "not", "in", "is", "if", "else"];
+
 /// A chat template that is ready to render.
 #[derive(Clone)]
 pub struct Template {
@@ -62,7 +66,7 @@ impl Template {
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|error| error.to_string())?);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_unknown_method_callback(python::method);
         environment.set_formatter(python::print);
         environment.add_filter("tojson", python::to_json);
         environment.add_test("iterable", |value: Value| !value.is_none() && value.try_iter().is_ok());
@@ -169,8 +173,9 @@ fn reason(error: &Error) -> String {
 
 /// Makes calls with a body of `generation` blocks, as `transformers` does. Also returns whether there are any.
 fn with_generation_calls(template: &str) -> (String, bool) {
-    let names: BTreeSet<&str> = tags(template).filter_map(|tag| assigned_namespace(word(tag))).collect();
-    // `minijinja` passes only variables that are read on to a body, not namespaces that are only assigned to.
+    // `minijinja` passes only variables that it finds in a body on to it. It overlooks namespaces that are only
+    // assigned to, and everything in front of a slice, as in `text[1:]` and `messages[loop.index:]`.
+    let names: BTreeSet<&str> = tags(template).flat_map(|tag| assigned(word(tag))).chain(["loop"]).collect();
     let read: String = names.iter().map(|name| format!("{{{{ {name} }}}}")).collect();
     let mut out = String::with_capacity(template.len());
     let (mut rest, mut found) = (template, false);
@@ -209,12 +214,22 @@ fn word(tag: &str) -> &str {
     tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['}', '%', '-', '+']).trim()
 }
 
-/// Returns the variable of `set variable.attribute = ...`.
-fn assigned_namespace(tag: &str) -> Option<&str> {
-    let (target, _) = tag.strip_prefix("set")?.split_once('=')?;
-    let (name, _) = target.trim().split_once('.')?;
-    let is_name = name.chars().all(|character| character.is_alphanumeric() || character == '_');
-    Some(name).filter(|_| is_name)
+/// Returns the variables that a tag gives values to, and perhaps others.
+fn assigned(tag: &str) -> impl Iterator<Item = &str> {
+    let (kind, rest) = tag.split_once(char::is_whitespace).unwrap_or_default();
+    let targets = match kind {
+        "set" => rest.split_once('=').map_or(rest, |(targets, _)| targets),
+        "for" => rest.split_once(" in ").map_or("", |(targets, _)| targets),
+        "macro" | "with" => rest,
+        _ => "",
+    };
+    let name = |target: &'_ str| -> Option<usize> {
+        let is_letter = |character: char| character.is_ascii_alphanumeric() || character == '_';
+        let end = target.find(|character| !is_letter(character)).unwrap_or(target.len());
+        let starts_well = !target.starts_with(|first: char| first.is_ascii_digit());
+        (end > 0 && starts_well && !CONSTANTS_AND_OPERATORS.contains(&&target[..end])).then_some(end)
+    };
+    targets.split([',', '(', ')']).map(str::trim).filter_map(move |target| Some(&target[..name(target)?]))
 }
 
 /// Removes marks, which must enclose texts that are not nested.
@@ -270,6 +285,10 @@ mod tests {
         let tokens =
             "{{ bos_token }}{% generation %}{{ messages[1] | tojson }}{% endgeneration %}{{ eos_token }}";
         assert_eq!(rendered(tokens, &messages).unwrap(), "<s>{\"content\": \"Hi\", \"role\": \"user\"}</s>");
+        let methods = "{{ 'a-b-c'.rsplit('-', 1) }} {{ 'a--b'.rsplit('--')[-1] }} {{ 'a=b=c'.partition('=')[2] }} \
+                       {{ 'a=b=c'.rpartition('=')[0] }} {{ 'ab'.removeprefix('a') }} {{ 'ab'.removesuffix('b') }} \
+                       {{ 'a'.partition('=')[0] }}{{ 'a'.rpartition('=')[2] }} {{ 'a b'.split()[1] }}";
+        assert_eq!(rendered(methods, &messages).unwrap(), "['a-b', 'c'] b b=c a=b b a aa b");
         let iterable =
             "{{ tools is iterable }} {{ messages is iterable }} {{ 'a' is iterable }} {{ 1 is iterable }}";
         assert_eq!(rendered(iterable, &messages).unwrap(), "False True True False");
@@ -288,6 +307,8 @@ mod tests {
         let inside = "\n{% generation %}\n{{ raise_exception('no') }}{% endgeneration %}";
         assert!(error(inside).contains("no (line 3 of the template)"), "{}", error(inside));
         assert!(error("a\n{{ messages[3].content.x }}").contains("(line 2 of the template)"));
+        let missing = error("{{ messages[0].tool_calls | tojson }}");
+        assert!(missing.contains("`tojson` of a value that the row does not have"), "{missing}");
         let invalid = error("\n\n{% if %}");
         assert!(invalid.contains("is not valid: syntax error") && invalid.contains("line 3"), "{invalid}");
     }
@@ -316,6 +337,17 @@ mod tests {
                        {{ message.role[0] }}\n{% endgeneration +%}\n{% endfor %}{{ n.last }}";
         let (text, found) = spans(counted, &messages).unwrap();
         assert_eq!((text.as_str(), found[0].as_str()), ("  u\n\n  a\n\n  u\n\n  a\n\n4", "  u\n"));
+        // An inner loop whose sequence depends on the loop around the block.
+        let inner = "{% for message in messages %}{% generation %}{% for later in messages[loop.index:] %}\
+                     {{ later.role[0] }}{% endfor %}|{% endgeneration %}{% endfor %}";
+        assert_eq!(spans(inner, &messages).unwrap().0, "aua|ua|a||");
+        // Variables that a block only takes a part of.
+        let part = "{% set greeting, n = 'xyz', 1 %}{% macro say(word, end='!') %}{% generation %}{{ word[1:] }}\
+                    {{ end[:1] }}{% endgeneration %}{% endmacro %}{% for message in messages[1:2] %}\
+                    {% set text = message.content %}{% generation %}{{ text[1:] }}{{ greeting[::2] }}\
+                    {{ message.role[:2] }}{% for later in messages[n:] %}.{% endfor %}{% endgeneration %}{% endfor %}\
+                    {{ say('abc') }}";
+        assert_eq!(spans(part, &messages).unwrap().0, "\u{10f002}a xzas...bc!");
         let changed = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x.strip() }}";
         assert!(spans(changed, &messages).unwrap_err().contains("changes or nests"));
     }

@@ -4,13 +4,15 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use minijinja::value::Value;
-use serde_json::{Map, Value as Json};
+use serde_json::{Map, Value as Json, json};
 
 use super::template::{TEMPLATE_TOKENS, Template};
 use crate::{hash, token_text};
 
 /// Name of the file with a chat template.
 pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
+/// Name of the file with the template of chats with tools, if they have one of their own.
+const TOOL_TEMPLATE_FILE: &str = "additional_chat_templates/tool_use.jinja";
 /// Name of the file with the settings of a tokenizer.
 pub(crate) const CONFIG_FILE: &str = "tokenizer_config.json";
 const TOKENS_FILE: &str = "special_tokens_map.json";
@@ -45,8 +47,8 @@ impl Templates {
     pub fn find(tokenizer: &str, file: Option<&Path>) -> Result<Self, String> {
         let dir = directory(tokenizer);
         let read_beside = |name: &str| dir.as_deref().map_or(Ok(None), |dir| read(&dir.join(name)));
-        let config_text = read_beside(CONFIG_FILE)?;
-        let config = object(CONFIG_FILE, config_text.as_deref())?;
+        let mut config_text = read_beside(CONFIG_FILE)?;
+        let mut config = object(CONFIG_FILE, config_text.as_deref())?;
         let special = object(TOKENS_FILE, read_beside(TOKENS_FILE)?.as_deref())?;
         let sources = match file {
             Some(path) => {
@@ -55,10 +57,18 @@ impl Templates {
                 Sources { default: Some(text), with_tools: None }
             }
             None => match read_beside(TEMPLATE_FILE)? {
-                Some(text) => Sources { default: Some(text), with_tools: None },
+                Some(text) => Sources { default: Some(text), with_tools: read_beside(TOOL_TEMPLATE_FILE)? },
                 None => Sources::of_config(&config),
             },
         };
+        if let (Some(default), Some(with_tools)) = (&sources.default, &sources.with_tools) {
+            // Prepared data and models have both in their configuration.
+            let named = |name: &str, template: &str| json!({ "name": name, "template": template });
+            let templates = json!([named("default", default), named("tool_use", with_tools)]);
+            if config.insert("chat_template".into(), templates.clone()) != Some(templates) {
+                config_text = Some(Json::from(config.clone()).to_string());
+            }
+        }
         let default = sources.default.ok_or_else(|| missing(tokenizer))?;
         let tokens = || {
             let token =
@@ -150,4 +160,34 @@ pub(crate) fn probe(texts: &[&str]) -> Value {
     let roles = ["user", "assistant"].into_iter().cycle();
     let message = |(role, text): (&str, &&str)| Value::from_pairs([("role", role), ("content", text)]);
     Value::from(roles.zip(texts).map(message).collect::<Vec<_>>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn template_of_chats_with_tools_has_a_file_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs_err::write(dir.path().join(name), text).unwrap();
+        fs_err::create_dir(dir.path().join("additional_chat_templates")).unwrap();
+        write(TEMPLATE_FILE, "plain");
+        write(TOOL_TEMPLATE_FILE, "tools");
+        write(CONFIG_FILE, r#"{"eos_token": "</s>"}"#);
+        let found = Templates::find(&dir.path().display().to_string(), None).unwrap();
+        let none = Value::from(());
+        let (default, with_tools) = found.both();
+        assert_eq!(default.render(&none, &none, false).unwrap(), "plain");
+        assert_eq!(with_tools.unwrap().render(&none, &none, false).unwrap(), "tools");
+        // Both travel with the data.
+        let [(CONFIG_FILE, config)] = &found.copies[..] else { panic!("{:?}", found.copies) };
+        let config = object(CONFIG_FILE, Some(config)).unwrap();
+        assert_eq!(
+            template_of(&config, "default").zip(template_of(&config, "tool_use")),
+            Some(("plain", "tools"))
+        );
+        assert_eq!(config["eos_token"], "</s>");
+        let only = Templates::find("bytes", Some(&dir.path().join(TEMPLATE_FILE))).unwrap();
+        assert!(only.both().1.is_none());
+    }
 }

@@ -242,11 +242,42 @@ fn rows_of_other_forms_are_chats_or_texts() {
     for row in same {
         assert_eq!(encode(&encoder, row).unwrap(), first, "{row}");
     }
+    // A system message beside the others, which may be the first of them as well.
+    let whole = r#"{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"}], "system": ""}"#;
+    let system = encode(&encoder, whole).unwrap();
+    assert_ne!(system, first);
+    for row in [
+        r#"{"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}"#,
+        r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "system": "s",
+            "chat_template_kwargs": {}}"#,
+        &whole.replace(r#""system": """#, r#""system": "s""#),
+    ] {
+        assert_eq!(encode(&encoder, row).unwrap(), system, "{row}");
+    }
     // Answers in a prompt do not count.
     let row = r#"{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"}], "completion": [{"role": "assistant", "content": "d"}]}"#;
     assert_eq!(trained_on(CHATML, row).unwrap(), ["d<|im_end|>"]);
     assert_eq!(trained_on(CHATML_GENERATION, row).unwrap(), ["d<|im_end|>"]);
+    // Answers of weight 0 do not, as in OpenAI's format.
+    let weights = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 1}]}"#;
+    let sharegpt = r#"{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0.0},
+        {"from": "human", "value": "c", "weight": null}, {"from": "gpt", "value": "d"}]}"#;
+    for (row, template) in
+        [(weights, CHATML), (weights, CHATML_GENERATION), (sharegpt, CHATML), (sharegpt, CHATML_GENERATION)]
+    {
+        assert_eq!(trained_on(template, row).unwrap(), ["d<|im_end|>"], "{row}");
+    }
+    assert!(
+        trained_on(CHATML, &weights.replace(": 0}", ": 0.5}"))
+            .unwrap_err()
+            .contains("`messages[1].weight` is 0.5")
+    );
+    assert!(
+        trained_on(CHATML, &weights.replace(": 1}", ": 0}")).unwrap_err().contains("no token to train on")
+    );
     // The end-of-text token follows a text, unless it is there.
     let ends = "<|endoftext|>";
     assert_eq!(trained_on(CHATML, r#"{"prompt": "ab", "completion": " c"}"#).unwrap(), [format!(" c{ends}")]);
@@ -283,6 +314,15 @@ fn rows_that_are_no_chats_are_refused() {
         (r#"{"prompt": "a", "completion": []}"#.into(), "expected two strings or two lists"),
         (r#"{"prompt": "a", "completion": ""}"#.into(), "`completion` is empty"),
         (r#"{"text": 1}"#.into(), "`text` is a number"),
+        (format!(r#"{{"system": 1, "messages": [{}]}}"#, message("user")), "`system` is a number"),
+        (
+            format!(r#"{{"system": "s", "messages": [{}]}}"#, message("system")),
+            "a `system` and another message of that role",
+        ),
+        (
+            format!(r#"{{"chat_template_kwargs": {{"a": 1}}, "messages": [{}]}}"#, message("user")),
+            "`chat_template_kwargs` is not supported",
+        ),
         (
             format!(r#"{{"tools": "x", "messages": [{}]}}"#, message("user")),
             "`tools` is a string, but not of JSON",
