@@ -118,6 +118,15 @@ impl Source {
                 Tokenizer::open(name).map_err(|error| tokenizer_refusal(&error, ExitCode::Usage))?
             }
             (None, Some(tokenizer)) => tokenizer.clone(),
+            (None, None) if !self.is_run => {
+                let message = format!(
+                    "{} has no {TOKENIZER_FILE}: write it in Python with \
+                     `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`, or name another tokenizer with \
+                     `--tokenizer`",
+                    self.weights.path().display()
+                );
+                return Err(Refusal { exit: ExitCode::Usage, message });
+            }
             (None, None) => {
                 let message = format!(
                     "{} has no tokenizer: it was trained on token files; name theirs with `--tokenizer \

@@ -34,6 +34,13 @@ pub use tokenizer::{Decoder, Tokenizer, TokenizerError, token_text};
 /// Name of the file with the tokenizer in a prepared directory, a checkpoint and an export.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
+/// The start of a file in place of one that Git LFS has not downloaded.
+pub const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+
+/// Reason why such a file cannot be read.
+pub const LFS_REASON: &str =
+    "it is a Git LFS pointer in place of the file; download the file with `git lfs pull` or `hf download`";
+
 /// Returns the hash of a file's contents in hexadecimal.
 pub(crate) fn hash(contents: &[u8]) -> String {
     format!("{:032x}", xxhash_rust::xxh3::xxh3_128(contents))

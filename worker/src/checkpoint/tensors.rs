@@ -7,6 +7,7 @@ use std::path::Path;
 
 use fs_err::File;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use xlaunch_data::{LFS_POINTER, LFS_REASON};
 
 use super::{CheckpointError, Portion};
 use crate::model::layout::{Param, Parameters};
@@ -162,6 +163,9 @@ fn find<'a>(layout: &'a Parameters, name: &str, moments: bool) -> Option<(Arena,
 pub(crate) fn read_header(file: &File) -> io::Result<(Metadata, u64)> {
     let mut length = [0; LENGTH_BYTES];
     file.file().read_exact_at(&mut length, 0)?;
+    if LFS_POINTER.starts_with(&length) {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, LFS_REASON));
+    }
     let (length, begin) = (u64::from_le_bytes(length), LENGTH_BYTES as u64);
     if length > MAX_HEADER_BYTES.min(file.metadata()?.len().saturating_sub(begin)) {
         return Err(io::Error::new(

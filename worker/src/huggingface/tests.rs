@@ -456,6 +456,8 @@ fn hostile_files_and_indexes_are_refused() {
     }
     fs::write(&weights, [&u64::MAX.to_le_bytes()[..], &whole[8..]].concat()).unwrap();
     refused("header is invalid");
+    fs::write(&weights, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n").unwrap();
+    refused("`git lfs pull`");
     fs::remove_file(&weights).unwrap();
     refused("model.safetensors");
 

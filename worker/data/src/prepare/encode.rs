@@ -125,7 +125,7 @@ impl Encoder {
         if line.is_empty() {
             return Ok(());
         }
-        let row = serde_json::from_str(&line).map_err(|error| Self::json_reason(&error))?;
+        let row = serde_json::from_str(&line).map_err(|error| Self::json_reason(&line, &error))?;
         match chats.encode(&row)? {
             Outcome::Empty => {}
             Outcome::Dropped => out.dropped += 1,
@@ -160,24 +160,39 @@ impl Encoder {
             text.and_then(|text| json.end().map(|()| text.map(Cow::into_owned)))
         };
         let text = match parse(true) {
-            // The line contains half a surrogate pair, which is not a character.
-            Err(_) if self.invalid == Invalid::Replace => parse(false),
+            Err(error) => match parse(false) {
+                // The line contains half a surrogate pair, which is not a character.
+                Ok(text) if self.invalid == Invalid::Replace => Ok(text),
+                Ok(_) => {
+                    let help = "help: see --invalid and --on-error";
+                    return Err(format!("not valid JSONL: an escape is half of a surrogate pair\n{help}"));
+                }
+                Err(_) => Err(error),
+            },
             text => text,
         };
-        text.map_err(|error| Self::json_reason(&error))?.ok_or_else(|| {
+        text.map_err(|error| Self::json_reason(&line, &error))?.ok_or_else(|| {
             let help = "help: name the field that holds the text with --field, or see --on-error";
             format!("the object has no field `{}`\n{help}", self.field.escape_debug())
         })
     }
 
     /// Formats a JSON error without its line number, which is always 1.
-    fn json_reason(error: &serde_json::Error) -> String {
+    fn json_reason(line: &str, error: &serde_json::Error) -> String {
         let text = error.to_string();
         let end = text.rfind(" at line ").unwrap_or(text.len());
-        match error.column() {
-            0 => format!("not valid JSONL: {}", &text[..end]),
-            column => format!("not valid JSONL: {} at column {column}", &text[..end]),
-        }
+        let column = error.column();
+        let Some(before) = column.checked_sub(1) else {
+            return format!("not valid JSONL: {}", &text[..end]);
+        };
+        let rest = line.as_bytes().get(before..).unwrap_or_default();
+        // Python's `json` module writes these numbers unless `allow_nan` is false.
+        let help = if rest.starts_with(b"NaN") || rest.starts_with(b"Infinity") {
+            "\nhelp: NaN and Infinity are not JSON: write null in their place"
+        } else {
+            ""
+        };
+        format!("not valid JSONL: {} at column {column}{help}", &text[..end])
     }
 
     /// Converts bytes to text. The error is the number of valid bytes.

@@ -76,6 +76,9 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
     if head.get(257..).is_some_and(|rest| rest.starts_with(TAR_MAGIC)) {
         return Some("a tar archive; unpack it");
     }
+    if head.starts_with(b"\xff\xfe\0\0") {
+        return Some("UTF-32 text; convert it to UTF-8");
+    }
     if head.starts_with(b"\xff\xfe") {
         return Some("UTF-16 text; convert it to UTF-8");
     }
@@ -114,6 +117,7 @@ mod tests {
         for (head, what) in [
             (&b"PK\x03\x04abc"[..], "zip archive"),
             (b"\xff\xfeh\0", "UTF-16"),
+            (b"\xff\xfe\0\0h\0\0\0", "UTF-32"),
             (b"\x80\x04\x95", "pickle"),
             (b"\x10\0\0\0\0\0\0\0{\"__metadata__\"", "safetensors"),
             (b"SQLite format 3\0", "SQLite"),

@@ -6,14 +6,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parquet::basic::Type as Physical;
+use parquet::basic::{Compression, Type as Physical};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
 use parquet::record::{Field, Row};
 use parquet::schema::types::{Type, TypePtr};
 use serde_json::Value;
 
-use super::rows::{lines, no_column, quote};
+use super::rows::{column_index, lines, quote};
 
 /// Returns the rows of a file as objects with those of its columns that have one of these names.
 pub(super) fn objects(path: &Path, columns: &[&str], read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
@@ -37,8 +37,8 @@ pub(super) fn objects(path: &Path, columns: &[&str], read: &Arc<AtomicU64>) -> i
 pub(super) fn column(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
     let select = |fields: &[TypePtr]| {
         let names = || fields.iter().map(|field| field.name().to_owned()).collect::<Vec<_>>();
-        let field = fields.iter().find(|field| field.name() == column);
-        let field = field.ok_or_else(|| no_column(column, &names()))?;
+        let index = column_index(column, &names())?;
+        let field = &fields[index];
         if !field.is_primitive() || field.get_physical_type() != Physical::BYTE_ARRAY {
             let other = format!("the column `{}` is not one of strings", column.escape_debug());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, other));
@@ -66,6 +66,12 @@ fn rows(
     let reader = catch(|| SerializedFileReader::new(file))?.map_err(io::Error::other)?;
     let schema = reader.metadata().file_metadata().schema();
     let selected = select(schema.get_fields())?;
+    let chunks = reader.metadata().row_groups().iter().flat_map(|group| group.columns());
+    if let Some(name) = chunks.filter_map(|chunk| unsupported(chunk.compression())).next() {
+        let other =
+            format!("it is compressed with {name}, which is not supported; write it with zstd or snappy");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, other));
+    }
     let projection = Type::group_type_builder(schema.name()).with_fields(selected).build();
     let count = reader.metadata().file_metadata().num_rows().max(1).unsigned_abs();
     let rows = RowIter::from_file_into(Box::new(reader));
@@ -82,6 +88,15 @@ fn rows(
         read.store(share(bytes, row, count), Ordering::Relaxed);
         Ok(true)
     }))
+}
+
+/// Returns the name of a compression that this program was built without.
+fn unsupported(compression: Compression) -> Option<&'static str> {
+    match compression {
+        Compression::BROTLI(_) => Some("brotli"),
+        Compression::LZO => Some("LZO"),
+        _ => None,
+    }
 }
 
 /// Catches panics: the library does not handle all kinds of damage.
@@ -154,4 +169,15 @@ fn json(field: &Field, out: &mut Vec<u8>) -> io::Result<()> {
 
 fn write(value: &Value, out: &mut Vec<u8>) -> io::Result<()> {
     serde_json::to_writer(out, value).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn compressions_that_this_program_lacks_have_names() {
+        assert_eq!(unsupported(Compression::BROTLI(parquet::basic::BrotliLevel::default())), Some("brotli"));
+        assert_eq!(unsupported(Compression::SNAPPY), None);
+    }
 }

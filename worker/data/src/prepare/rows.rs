@@ -1,7 +1,9 @@
 //! Converts arrays of JSON, CSV and TSV to lines of JSON, one per row, so that all inputs are read alike.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io::{self, Read};
+use std::rc::Rc;
 
 use csv::{ByteRecord, ReaderBuilder};
 
@@ -102,16 +104,53 @@ impl Splitter {
     }
 }
 
+/// A row after the last one. The reader does not say whether the text ends within quotes: if it does, they contain this
+/// row.
+const END_ROW: &[u8] = b"\n\0";
+
+/// A text that tells when it has been read to its end.
+struct Ending<R> {
+    text: R,
+    ended: Rc<Cell<bool>>,
+}
+
+impl<R: Read> Read for Ending<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.text.read(buffer)?;
+        self.ended.set(count == 0 && !buffer.is_empty());
+        Ok(count)
+    }
+}
+
 /// Returns a column of a table with a header.
 pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io::Result<Box<dyn Read>> {
-    let mut reader = ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(text);
-    let header = reader.byte_headers().map_err(io::Error::other)?.clone();
-    let names: Vec<String> =
-        header.iter().map(|name| String::from_utf8_lossy(name).trim().to_owned()).collect();
-    let index = names.iter().position(|name| name == column).ok_or_else(|| no_column(column, &names))?;
+    let ended = Rc::new(Cell::new(false));
+    let text = Ending { text: text.chain(END_ROW), ended: Rc::clone(&ended) };
+    let mut reader =
+        ReaderBuilder::new().delimiter(delimiter).flexible(true).has_headers(false).from_reader(text);
     let mut record = ByteRecord::new();
+    let mut next = move |record: &mut ByteRecord| {
+        if !reader.read_byte_record(record).map_err(io::Error::other)? {
+            return Ok(false);
+        }
+        // Only the last row needs the end of the text to be complete.
+        if !ended.get() {
+            return Ok(true);
+        }
+        if record.len() == 1 && record[0] == END_ROW[1..] {
+            return Ok(false);
+        }
+        let line = record.position().map_or(0, csv::Position::line);
+        Err(io::Error::other(format!("a quote in the row that begins in line {line} is not closed")))
+    };
+    if !next(&mut record)? {
+        return Ok(Box::new(io::empty()));
+    }
+    let names: Vec<String> =
+        record.iter().map(|name| String::from_utf8_lossy(name).trim().to_owned()).collect();
+    let index = column_index(column, &names)?;
     Ok(lines(move |line| {
-        if !reader.read_byte_record(&mut record).map_err(io::Error::other)? {
+        if !next(&mut record)? {
             return Ok(false);
         }
         match record.get(index) {
@@ -123,7 +162,20 @@ pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io:
     }))
 }
 
-pub(super) fn no_column(column: &str, names: &[String]) -> io::Error {
+/// Returns the index of the only column with this name.
+pub(super) fn column_index(column: &str, names: &[String]) -> io::Result<usize> {
+    let mut found = names.iter().enumerate().filter(|(_, name)| *name == column).map(|(index, _)| index);
+    match (found.next(), found.next()) {
+        (Some(index), None) => Ok(index),
+        (None, _) => Err(no_column(column, names)),
+        (Some(_), Some(_)) => {
+            let twice = format!("there is more than one column `{}`", column.escape_debug());
+            Err(io::Error::new(io::ErrorKind::InvalidInput, twice))
+        }
+    }
+}
+
+fn no_column(column: &str, names: &[String]) -> io::Error {
     let names: Vec<String> = names.iter().take(20).map(|name| format!("`{}`", name.escape_debug())).collect();
     let missing = format!(
         "there is no column `{}`, only {}; name the one that holds the text with --column",
@@ -178,7 +230,23 @@ mod tests {
         let rows = |text: &'static str| separated(Box::new(text.as_bytes()), b',', "text");
         let out = read(rows("id,text\n1,\"a \"\"b\"\",\nc\"\n2,\u{e9}\n3\n").unwrap());
         assert_eq!(out, "\"a \\\"b\\\",\\u000ac\"\n\"\u{e9}\"\na row without this column\n");
+        assert_eq!(read(rows("text\n\0\n\"\n\0\"").unwrap()), "\"\\u0000\"\n\"\\u000a\\u0000\"\n");
+        assert_eq!(read(rows("").unwrap()) + &read(rows("text\r\n\r\n").unwrap()), "");
         let error = rows("id,body\n").err().unwrap().to_string();
         assert!(error.contains("no column `text`, only `id`, `body`"), "{error}");
+        let error = rows("text,id,text\n").err().unwrap().to_string();
+        assert!(error.contains("more than one column `text`"), "{error}");
+    }
+
+    #[test]
+    fn quote_that_is_not_closed_is_an_error_with_its_line() {
+        for text in ["text\na\n\"b,\nc\nd\n", "text\na\n\"", "text\na\n\"b\n\0"] {
+            let mut rows = separated(Box::new(text.as_bytes()), b',', "text").unwrap();
+            let error = rows.read_to_string(&mut String::new()).unwrap_err().to_string();
+            assert!(error.contains("is not closed"), "{text:?}: {error}");
+        }
+        let rows = separated(Box::new(&b"text\na\n\"b,\nc\nd\n"[..]), b',', "text");
+        let error = rows.unwrap().read_to_string(&mut String::new()).unwrap_err().to_string();
+        assert!(error.contains("the row that begins in line 3 "), "{error}");
     }
 }

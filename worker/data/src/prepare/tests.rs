@@ -207,6 +207,12 @@ fn wrong_text_is_refused_with_its_place() {
         ("[1]", "a.jsonl:3: not valid JSONL: invalid type: sequence, expected an object"),
         ("{\"a\": 1}", "a.jsonl:3: the object has no field `text`"),
         ("{\"text\": \"a\"} {}", "a.jsonl:3: not valid JSONL: trailing characters"),
+        (
+            "{\"text\": \"a\\ud800b\"}",
+            "a.jsonl:3: not valid JSONL: an escape is half of a surrogate pair\nhelp: see",
+        ),
+        ("{\"text\": \"a\", \"score\": NaN}", "at column 24\nhelp: NaN and Infinity are not JSON"),
+        ("{\"text\": \"a\", \"score\": -Infinity}", "\nhelp: NaN and Infinity are not JSON"),
         ("{\"text\": \"a\", \"text\": \"b\"}", "is there twice"),
         (&"[".repeat(100_000), "expected an object"),
         (&format!("{{\"a\": {}", "[".repeat(100_000)), "EOF while parsing"),
@@ -366,6 +372,13 @@ fn tables_have_a_document_per_row() {
     assert!(!error.contains("damaged"), "{error}");
     prepared.options.field = Some("id".into());
     assert!(prepared.error().contains("not one of strings"));
+    // An unclosed quote would make one document of all rows after it.
+    let open = Prepared::new(Tokenizer::gpt2()).with("a.csv", "text\none\n\"two\nthree\n");
+    let error = open.error();
+    assert!(
+        error.contains("a.csv: damaged or truncated CSV data: a quote in the row that begins in line 3"),
+        "{error}"
+    );
     prepared.options.field = Some("body".into());
     let (manifest, _) = prepared.run().unwrap();
     assert_eq!(prepared.texts(&manifest.train), ["one"]);

@@ -104,6 +104,14 @@ pub enum TokenizerError {
     Encode { name: String, reason: String },
 }
 
+/// Files of tokenizers in formats that are not read.
+const OTHER_FORMATS: [&str; 4] = ["tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model"];
+
+/// Returns the name of a tokenizer's file in another format.
+fn other_format(dir: &Path) -> Option<&'static str> {
+    OTHER_FORMATS.into_iter().find(|name| dir.join(name).exists())
+}
+
 impl Tokenizer {
     /// Returns a tokenizer of 256 ids, each a byte of UTF-8. It has no end-of-text id.
     pub fn bytes() -> Self {
@@ -129,13 +137,24 @@ impl Tokenizer {
     /// Reads a `tokenizer.json`, and the special tokens that files next to it name. The tokenizer has the name of the
     /// file.
     pub fn from_file(path: &Path) -> Result<Self, TokenizerError> {
-        let read =
-            |error: std::io::Error| TokenizerError::Read { path: path.into(), reason: error.to_string() };
+        let dir = path.parent().unwrap_or(Path::new(""));
+        let read = |error: std::io::Error| {
+            let reason = match other_format(dir).filter(|_| error.kind() == std::io::ErrorKind::NotFound) {
+                Some(other) => format!(
+                    "it does not exist, and {other} is not read; convert it in Python with \
+                     `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`"
+                ),
+                None => error.to_string(),
+            };
+            TokenizerError::Read { path: path.into(), reason }
+        };
         let file = std::fs::File::open(path).map_err(read)?;
         let mut json = Vec::new();
         file.take(MAX_FILE_BYTES + 1).read_to_end(&mut json).map_err(read)?;
         let name = path.file_name().map_or_else(|| path.to_string_lossy(), |name| name.to_string_lossy());
-        let dir = path.parent().unwrap_or(Path::new(""));
+        if json.starts_with(crate::LFS_POINTER) {
+            return Err(TokenizerError::Read { path: path.into(), reason: crate::LFS_REASON.into() });
+        }
         Self::named(&name, &json, &|added| config::read(dir, added))
             .map_err(|reason| TokenizerError::Format { name: path.display().to_string(), reason })
     }

@@ -125,6 +125,18 @@ fn texts_of_decoders_are_those_of_all_ids() {
 }
 
 #[test]
+fn files_that_are_not_there_are_named_with_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = || Tokenizer::open(&dir.path().display().to_string()).unwrap_err().to_string();
+    assert!(open().contains("No such file"), "{}", open());
+    fs_err::write(dir.path().join("tokenizer.model"), "").unwrap();
+    assert!(open().contains("tokenizer.model is not read; convert it in Python"), "{}", open());
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
+    fs_err::write(dir.path().join(crate::TOKENIZER_FILE), pointer).unwrap();
+    assert!(open().contains("Git LFS pointer") && open().contains("`git lfs pull`"), "{}", open());
+}
+
+#[test]
 fn hostile_files_are_refused() {
     let refusal = |json: &str| Tokenizer::from_json(json.as_bytes()).unwrap_err().to_string();
     let model = |vocab: &str, merges: &str| {
