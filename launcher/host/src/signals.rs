@@ -94,6 +94,16 @@ fn stopped(signal: Signal, when: &str) -> Refusal {
     Refusal::new(ExitCode::Signal(number), format!("stopped by {name} {when}: the job never began here"))
 }
 
+/// Makes writes beyond the limit on file sizes (`ulimit -f`) fail with an error, which is reported like that of a full
+/// disk. By default, SIGXFSZ ends the process without a message. Programs that this process starts have the default.
+///
+/// # Errors
+/// System errors.
+pub fn survive_file_size_limit() -> std::io::Result<()> {
+    // The handler stays installed without the stream. Unlike an ignored signal, it is not inherited through exec.
+    signal(SignalKind::from_raw(Signal::XFSZ.as_raw())).map(drop)
+}
+
 /// Stops this process until SIGCONT, as the default action of SIGTSTP would.
 pub fn suspend_this_process() {
     // This process exists.
@@ -101,6 +111,7 @@ pub fn suspend_this_process() {
 }
 
 fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<SignalRequest>> {
+    survive_file_size_limit()?;
     let forwarded = [Signal::USR1, Signal::USR2].into_iter().filter(|signal| !stopping.contains(signal));
     let all = stopping.iter().map(|signal| (*signal, SignalRequest::Stop(*signal)));
     let all = all.chain(forwarded.map(|signal| (signal, SignalRequest::Forward(signal))));

@@ -4,7 +4,8 @@ use serde_json::Value;
 use xlaunch_tests::{Launch, MemoryCgroup, requirements, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
-    endless_output_of_one_rank_neither_delays_others_nor_fills_memory;
+    endless_output_of_one_rank_neither_delays_others_nor_fills_memory,
+    output_beyond_the_limit_on_file_sizes_is_reported_as_lost;
     needs requirements::memory_cgroup:
     oom_kill_is_reported_as_cause;
     needs requirements::mount_namespace:
@@ -82,4 +83,20 @@ fn bytes_lost_on_a_full_disk_are_counted_wherever_users_look() {
     assert!((lost + 1..lost + 100).contains(&at_end), "{at_end} of {lost}");
     let noted = format!("xlaunch: rank 1: {at_end} bytes are missing in {}/disk/", launch.path().display());
     assert!(run.stderr.contains(&noted) && run.stderr.matches("are missing").count() == 1, "{}", run.stderr);
+}
+
+fn output_beyond_the_limit_on_file_sizes_is_reported_as_lost() {
+    let xlaunch = xlaunch_path().display();
+    let launch = Launch::with_program("bash");
+    let worker = "head -c 100000 /dev/zero; echo end >&2";
+    let line = format!("ulimit -f 4; {xlaunch} -r 1 --log-dir logs -- sh -c '{worker}'");
+    let run = launch.run(&["-c", &line]);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    for words in ["end\n", "bytes are missing in ", "File too large"] {
+        assert!(run.stderr.contains(words), "{words} in {}", run.stderr);
+    }
+    // The limit itself and its default action are those of the user's shell.
+    let line = format!("ulimit -f 4; {xlaunch} -- sh -c 'head -c 100000 /dev/zero > file'");
+    let run = launch.run(&["-c", &line]);
+    assert!(run.code == 1 && run.root_cause().contains("SIGXFSZ"), "{}", run.stderr);
 }

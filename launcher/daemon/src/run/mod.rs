@@ -37,6 +37,7 @@ use super::service::access::Access;
 use super::view::NodeView;
 use xlaunch_host::clock;
 use xlaunch_host::devices;
+use xlaunch_host::signals::survive_file_size_limit;
 use xlaunch_host::spawn::sys;
 use xlaunch_spec::refusal::Refusal;
 
@@ -65,6 +66,7 @@ pub struct Options {
 pub async fn run(options: &Options) -> Result<(), Refusal> {
     raise_open_file_limit();
     sys::close_inherited_on_exec(&[]);
+    survive_file_size_limit().map_err(|error| internal(&error))?;
     let config = load(options)?;
     if let Some(error) = check::hook_errors(options.config.as_deref(), &config).into_iter().next() {
         return Err(error.into());
