@@ -15,6 +15,7 @@ xlaunch_harness::tests! {
     only_shown_rank_gets_the_terminal,
     ctrl_c_at_a_prompt_reaches_every_rank_once,
     ctrl_z_at_a_prompt_suspends_the_job_until_fg,
+    worker_that_suspends_itself_on_a_terminal_suspends_the_job,
     background_job_is_suspended_when_its_script_reads,
     background_job_whose_script_does_not_read_is_not_suspended,
     password_is_read_without_echo_in_any_rank,
@@ -167,6 +168,34 @@ fn ctrl_z_at_a_prompt_suspends_the_job_until_fg() {
         expect("ask.py"),
         send("bob\n"),
         expect("hello bob"),
+    ];
+    in_shell(&launch, &steps);
+}
+
+fn worker_that_suspends_itself_on_a_terminal_suspends_the_job() {
+    let launch = Launch::new();
+    // Editors and debuggers do this when they read Ctrl-Z as a key.
+    launch.write(
+        "editor.py",
+        "
+import os, signal
+if os.environ['RANK'] == '0':
+    name = input('name? ')
+    os.kill(0, signal.SIGTSTP)
+    print('hello', name, input('again? '))
+",
+    );
+    let steps = [
+        send("$X --nproc-per-node 2 editor.py\n"),
+        expect("name? "),
+        send("bob\n"),
+        expect("Stopped"),
+        send("echo shell-$((1+1))\n"),
+        expect("shell-2"),
+        send("fg\n"),
+        expect("again? "),
+        send("yes\n"),
+        expect("hello bob yes"),
     ];
     in_shell(&launch, &steps);
 }

@@ -173,7 +173,8 @@ pub fn block_signals(command: &mut Command) {
 }
 
 /// Calls `each` with every signal that a key of the terminal sends to this process, until `each` returns false. Signals
-/// from other processes are consumed and ignored. All signals must be blocked.
+/// from other processes are consumed and ignored, except for SIGTSTP, which xlaunch does not send: an editor or a
+/// debugger that reads Ctrl-Z as a key sends it to its own process group. All signals must be blocked.
 pub fn terminal_signals(mut each: impl FnMut(i32) -> bool) {
     let mut wanted = std::mem::MaybeUninit::uninit();
     let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::uninit();
@@ -189,7 +190,8 @@ pub fn terminal_signals(mut each: impl FnMut(i32) -> bool) {
         let signal = unsafe { libc::sigwaitinfo(wanted.as_ptr(), info.as_mut_ptr()) };
         // An error is EINTR: the process was stopped and continued.
         // SAFETY: without an error, sigwaitinfo has written `info`.
-        if signal > 0 && unsafe { info.assume_init_ref() }.si_code == libc::SI_KERNEL && !each(signal) {
+        let from_terminal = || unsafe { info.assume_init_ref() }.si_code == libc::SI_KERNEL;
+        if signal > 0 && (signal == libc::SIGTSTP || from_terminal()) && !each(signal) {
             return;
         }
     }
