@@ -7,6 +7,7 @@ use xlaunch_tests::{Launch, Output, Process, requirements, xlaunch_path};
 
 xlaunch_harness::tests! {
     piped_input_reaches_rank_0_alone,
+    report_begins_on_a_new_line_after_an_unfinished_one,
     inherited_descriptors_are_closed_unless_an_argument_names_them,
     more_workers_start_than_the_soft_limit_of_open_files_allows;
     needs requirements::python3:
@@ -198,6 +199,18 @@ if os.environ['RANK'] == '0':
         expect("hello bob yes"),
     ];
     in_shell(&launch, &steps);
+}
+
+fn report_begins_on_a_new_line_after_an_unfinished_one() {
+    let launch = Launch::new();
+    for ranks in ["1", "2"] {
+        let failing = ["--nproc-per-node", ranks, "--", "sh", "-c", "printf 50%% >&2; exit 3"];
+        let run = launch.run(&failing);
+        assert_eq!(run.code, 1, "{}", run.stderr);
+        assert!(run.stderr.contains("50%\nxlaunch: the job failed\n"), "{}", run.stderr);
+    }
+    let run = launch.run(&["--", "sh", "-c", "printf 50%%; printf 50%% >&2"]);
+    assert_eq!((run.stdout.as_str(), run.stderr.as_str()), ("50%", "50%"), "without a report");
 }
 
 fn background_job_is_suspended_when_its_script_reads() {

@@ -95,7 +95,7 @@ pub async fn run_command(
     with_reaper(run, async |run, reaper| {
         let mut workload = CommandWorkload::new(plan, run, &group)?;
         let mut ending = drive(&mut workload, run, reaper, group, signals).await?;
-        ending.losses = workload.finish().await;
+        workload.finish(&mut ending).await;
         Ok(ending)
     })
     .await

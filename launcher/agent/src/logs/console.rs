@@ -92,6 +92,15 @@ impl Console {
         self.write(OWN_WRITER, true, b"", lines);
     }
 
+    /// Ends an unfinished line, so that the next text begins a line even if xlaunch writes it directly.
+    pub(super) fn end_line(&self) {
+        self.turn(|output| {
+            if output.open.take().is_some() {
+                self.write_all(output, b"\n");
+            }
+        });
+    }
+
     /// Writes `text` in one turn. If `fresh`, the text starts a line, otherwise it continues one. `prefix` precedes it
     /// unless it continues this writer's own unfinished line.
     fn write(&self, writer: u64, fresh: bool, prefix: &[u8], text: &[u8]) {

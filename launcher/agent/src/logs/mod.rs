@@ -92,10 +92,13 @@ struct Shared {
     dropped: Arc<AtomicU64>,
 }
 
-/// A line of xlaunch's own, or a request to confirm that all earlier lines are written.
+/// Work for the thread that prints xlaunch's own lines.
 #[derive(Debug)]
 enum ConsoleMessage {
     Line(String),
+    /// End a worker's unfinished line.
+    EndLine,
+    /// Confirm that all earlier messages are done.
     Flush(oneshot::Sender<()>),
 }
 
@@ -140,6 +143,7 @@ impl Output {
                             stderr.print(format!("{}\n", dropped_lines(dropped)).as_bytes());
                         }
                     }
+                    ConsoleMessage::EndLine => stderr.end_line(),
                     // The caller may have timed out.
                     ConsoleMessage::Flush(done) => drop(done.send(())),
                 }
@@ -270,6 +274,16 @@ impl Output {
         match &self.kind {
             Kind::Command(shared) => offer(&shared.messages, &shared.dropped, line.into()),
             Kind::Trainer(print) => print.print(line.into()),
+        }
+    }
+
+    /// Ends a worker's unfinished line on the console, because xlaunch is about to write to stderr itself. Waits for at
+    /// most `timeout`.
+    pub(crate) async fn end_line(&self, timeout: Duration) {
+        if let Kind::Command(shared) = &self.kind {
+            // The queue is full only if the console is blocked.
+            let _ = shared.messages.try_send(ConsoleMessage::EndLine);
+            self.flush(timeout).await;
         }
     }
 

@@ -22,11 +22,13 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
 use crate::base_environment::BaseEnvironment;
+use crate::ending::Ending;
 use crate::interpreter;
 use crate::logs::Output;
 use crate::python::flight_recorder::FlightRecorders;
 use crate::python::preload::PreloadPlan;
 use crate::rendezvous::message::Message;
+use crate::report;
 use crate::resolved_command::{LogOptions, ResolvedCommand, quote_line};
 use crate::run_dir::RunDir;
 use crate::state::{Event, Job, Kind, Rules};
@@ -116,11 +118,14 @@ impl<'a> CommandWorkload<'a> {
         })
     }
 
-    /// Waits briefly for the console to print the last lines, and describes any output that was lost. Call it when the
-    /// job is over.
-    pub(crate) async fn finish(self) -> Vec<String> {
+    /// Waits briefly for the console to print the last lines, and adds the output that was lost to `ending`. If the
+    /// user gets a report, it begins on a new line. Call it when the job is over.
+    pub(crate) async fn finish(self, ending: &mut Ending) {
         self.output.flush(CONSOLE_FLUSH_TIMEOUT).await;
-        self.output.losses()
+        ending.losses = self.output.losses();
+        if !report::at_end(ending).is_empty() {
+            self.output.end_line(CONSOLE_FLUSH_TIMEOUT).await;
+        }
     }
 
     /// The directory of heartbeat files. It is next to the socket, in a private local directory, because logs may be on
