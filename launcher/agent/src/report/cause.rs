@@ -36,6 +36,9 @@ const THREAD_REFUSED: [&str; 5] = [
     "pthread_create failed",
 ];
 
+/// Advice if a program has read the end of its standard input.
+const INPUT_HELP: &str = "perhaps its standard input has ended: only rank 0 reads that of xlaunch, or rank N with \
+                          --local-ranks-filter N";
 /// Advice if the host is out of memory.
 const HOST_MEMORY_HELP: &str =
     "give the job more memory, or use less: fewer data loader workers, smaller batches";
@@ -282,6 +285,8 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
                  /PATH/TO/python SCRIPT.py`"
             ))
         }
+    } else if name == "BdbQuit" || line.starts_with("EOFError: EOF when reading a line") {
+        whole.with_help(INPUT_HELP)
     } else if name == "KeyboardInterrupt" {
         Cause::new("interrupted (SIGINT, Ctrl-C)")
     } else {

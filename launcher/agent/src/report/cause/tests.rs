@@ -167,6 +167,16 @@ fn missing_modules_and_scripts() {
 }
 
 #[test]
+fn reading_the_end_of_the_input_is_explained() {
+    for line in ["bdb.BdbQuit", "EOFError: EOF when reading a line"] {
+        let (what, help) = failed(&traceback(line));
+        assert_eq!(what, format!("{line} (/w/t.py, line 7)"));
+        assert!(help.contains("standard input has ended") && help.contains("--local-ranks-filter"), "{help}");
+    }
+    assert_eq!(failed(&traceback("EOFError: Ran out of input")).1, "", "of a pickled file");
+}
+
+#[test]
 fn programs_that_cannot_be_started() {
     let failed = |errno: Errno, program: &str| {
         of(&Evidence {
