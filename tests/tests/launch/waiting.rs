@@ -89,6 +89,8 @@ fn waiting_launch_without_a_coordinator_is_shown_and_stopped() {
         let run = launch.spawn(&node(rank));
         wait_until_shown(&launch);
         // The entry of node 0 is renamed once its coordinator has named the run.
+        let explained = || query(&launch, "logs").stderr.contains("no rank has started yet");
+        wait_for("an explanation", || explained().then_some(()));
         wait_for("a stop", || (query(&launch, "stop").code == 0).then_some(()));
         let run = run.wait();
         let expected = ["stop requested by ", "stopped by a user "];

@@ -173,9 +173,7 @@ impl Agent for Service {
             world = peer_queries::world(peers).await;
         }
         if request.rank >= world {
-            let rank = request.rank;
-            let message = format!("there is no rank {rank}: this launch has {world} ranks, counted from 0");
-            return Err(Status::invalid_argument(message));
+            return Err(no_such_rank(request.rank, world));
         }
         let chunks = match self.peers_of_attempt().filter(|_| !is_here) {
             Some(peers) => peer_queries::logs(peers, self.board.clone(), request, self.log_reader()?),
@@ -226,6 +224,15 @@ impl Agent for Service {
         self.messages.send(Message::Signal(signal)).await.map_err(ending)?;
         Ok(Response::new(SignalReply {}))
     }
+}
+
+/// The reply to a request about a rank of a launch that has no such rank.
+fn no_such_rank(rank: u32, world: u32) -> Status {
+    Status::invalid_argument(if world == 0 {
+        "no rank has started yet; `xlaunch status` shows what the launch waits for".into()
+    } else {
+        format!("there is no rank {rank}: this launch has {world} ranks, counted from 0")
+    })
 }
 
 /// Describes the process that made a call.
