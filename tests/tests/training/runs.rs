@@ -226,7 +226,9 @@ fn full_disk_behind_the_console_fails_answers_and_no_run() {
     let run = job.command(&["train.toml"]).stdout(full()).stderr(full()).status().unwrap();
     assert_eq!(run.code(), Some(0));
     assert!(!job.checkpoint(8, MODEL).is_empty());
-    for query in [&["gen", "schema"][..], &["train.toml", "--dry-run"]] {
+    let generate =
+        ["generate", "runs/train/latest", "--device", "cpu", "--temperature", "0", "--prompt", "line"];
+    for query in [&["gen", "schema"][..], &["train.toml", "--dry-run"], &generate] {
         let output = job.command(query).stdout(full()).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{query:?}: {stderr}");

@@ -155,17 +155,18 @@ pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
         let mut output = Output::new(form, prompts, command.samples);
         let closed = AtomicBool::new(false);
         let stop = || interrupted() || closed.load(Ordering::Relaxed);
+        let mut failed = None;
         let mut sink = |prompt: usize, sample: usize, update: Update<'_>| {
-            if output.update(prompt, sample, update).is_err() {
+            if let Err(error) = output.update(prompt, sample, update) {
                 closed.store(true, Ordering::Relaxed);
+                failed.get_or_insert(error);
             }
         };
         let result = generate::run(&command, &stop, &mut print_note, &mut sink);
         let ended = output.end();
-        if closed.load(Ordering::Relaxed) {
-            Err(QueryError::StdoutClosed)
-        } else {
-            result.map_err(QueryError::Refused).and(ended)
+        match failed {
+            Some(error) => Err(error),
+            None => result.map_err(QueryError::Refused).and(ended),
         }
     })
     .await

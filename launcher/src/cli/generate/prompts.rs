@@ -3,6 +3,9 @@
 use serde::Deserialize;
 use serde_json::Value;
 
+/// Windows editors start UTF-8 with it.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
 /// A prompt: one line of the file.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub(super) struct Prompt {
@@ -23,6 +26,7 @@ pub(super) struct Prompt {
 /// A message about the first line that is not a prompt, with its number.
 pub(super) fn parse(name: &str, text: &[u8], chat: bool) -> Result<Vec<Prompt>, String> {
     let mut prompts = Vec::new();
+    let text = text.strip_prefix(BYTE_ORDER_MARK).unwrap_or(text);
     for (number, line) in (1..).zip(text.split(|byte| *byte == b'\n')) {
         if line.trim_ascii().is_empty() {
             continue;
@@ -64,6 +68,7 @@ mod tests {
         let prompts = parse("p", text, false).unwrap();
         assert_eq!(prompts.iter().map(|prompt| &prompt.prompt[..]).collect::<Vec<_>>(), ["a\nb", ""]);
         assert_eq!((prompts[0].id.clone(), &prompts[1].id), (Some(Value::from(7)), &None));
+        assert_eq!(parse("p", b"\xef\xbb\xbf{\"prompt\": \"a\"}", false).unwrap().len(), 1);
     }
 
     #[test]
