@@ -47,6 +47,15 @@ const SLOW_TEST: Duration = Duration::from_secs(10);
 /// Times and names of slow tests.
 static SLOW_TESTS: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
 
+/// Variable that makes suites run everything, also what takes minutes.
+pub const LONG_VARIABLE: &str = "XLAUNCH_TEST_LONG";
+
+/// Returns whether suites run everything, also what takes minutes.
+#[must_use]
+pub fn is_long() -> bool {
+    std::env::var_os(LONG_VARIABLE).is_some()
+}
+
 /// A probe of the machine. The error says what is missing and how to get it.
 pub type Requirement = Result<(), String>;
 

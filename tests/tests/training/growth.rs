@@ -17,8 +17,6 @@ xlaunch_harness::tests! {
     growing_and_shrinking_with_separate_directories_loses_no_checkpoint_that_was_announced;
 }
 
-/// Variable that sets the number of histories of each test to 25 instead of a few.
-const LONG_VARIABLE: &str = "XLAUNCH_TEST_LONG";
 /// Variable with a seed that selects other histories.
 const SEED_VARIABLE: &str = "XLAUNCH_TEST_SEED";
 const MOST_NODES: usize = 3;
@@ -36,7 +34,7 @@ fn growing_and_shrinking_with_separate_directories_loses_no_checkpoint_that_was_
 }
 
 fn run_histories(shared: bool) {
-    let count = if std::env::var_os(LONG_VARIABLE).is_some() { 25 } else { 2 };
+    let count = if xlaunch_harness::is_long() { 25 } else { 2 };
     let first = std::env::var(SEED_VARIABLE).ok().and_then(|seed| seed.parse().ok()).unwrap_or(1_u64);
     for seed in first..first + count {
         let mut history = History::new(seed, shared);

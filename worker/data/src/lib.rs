@@ -34,6 +34,9 @@ pub use tokenizer::{Decoder, Tokenizer, TokenizerError, token_text};
 /// Name of the file with the tokenizer in a prepared directory, a checkpoint and an export.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
+/// Editors on Windows start UTF-8 with it. It is not part of the text.
+pub const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
 /// The start of a file in place of one that Git LFS has not downloaded.
 pub const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 

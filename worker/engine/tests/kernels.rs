@@ -30,7 +30,7 @@ use xlaunch_engine::testing::{
     force_transposed_weight_grads, force_weight_grads_together, kernel_names,
 };
 use xlaunch_engine::*;
-use xlaunch_harness::{Requirement, emulator};
+use xlaunch_harness::{Requirement, emulator, is_long};
 
 xlaunch_harness::tests! {
     needs cpp_compiler:
@@ -219,11 +219,6 @@ fn every_kernel_runs_and_matches_the_cpu() {
     let names = [Precision::Bf16, Precision::Fp32, Precision::Tf32].into_iter().flat_map(kernel_names);
     let missing: BTreeSet<_> = names.filter(|name| !ran.contains(*name)).collect();
     assert!(missing.is_empty(), "no test runs {missing:?}");
-}
-
-/// Returns whether everything runs, also what takes long and repeats others in part.
-fn is_long() -> bool {
-    std::env::var_os("XLAUNCH_TEST_LONG").is_some()
 }
 
 /// Returns whether a case is in the first of two halves, each of which has cases without and with rotation: they follow

@@ -42,7 +42,7 @@ fn compile(precisions: &[Precision], widths: &[usize]) {
 
 fn float_kernels_compile() {
     // The emulator compiles the other widths, too.
-    let widths = if std::env::var_os("XLAUNCH_TEST_LONG").is_some() { &WIDTHS[..] } else { &WIDTHS[..3] };
+    let widths = if xlaunch_harness::is_long() { &WIDTHS[..] } else { &WIDTHS[..3] };
     compile(&[Precision::Fp32, Precision::Tf32], widths);
 }
 

@@ -36,7 +36,7 @@ use super::message::Message;
 use super::peers::Peers;
 use super::{answers, listener, peer_queries};
 use crate::status::board::Board;
-use crate::status::{Monitor, merge};
+use crate::status::{Monitor, follow, merge};
 use xlaunch_host::process::Process;
 
 /// Maximum number of commands that wait for a worker. It reads them at once, so a full queue means that it hangs.
@@ -173,7 +173,7 @@ impl Agent for Service {
             world = peer_queries::world(peers).await;
         }
         if request.rank >= world {
-            return Err(no_such_rank(request.rank, world));
+            return Err(follow::no_such_rank(request.rank, world));
         }
         let chunks = match self.peers_of_attempt().filter(|_| !is_here) {
             Some(peers) => peer_queries::logs(peers, self.board.clone(), request, self.log_reader()?),
@@ -224,15 +224,6 @@ impl Agent for Service {
         self.messages.send(Message::Signal(signal)).await.map_err(ending)?;
         Ok(Response::new(SignalReply {}))
     }
-}
-
-/// The reply to a request about a rank of a launch that has no such rank.
-fn no_such_rank(rank: u32, world: u32) -> Status {
-    Status::invalid_argument(if world == 0 {
-        "no rank has started yet; `xlaunch status` shows what the launch waits for".into()
-    } else {
-        format!("there is no rank {rank}: this launch has {world} ranks, counted from 0")
-    })
 }
 
 /// Describes the process that made a call.

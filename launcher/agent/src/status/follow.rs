@@ -68,9 +68,7 @@ fn stream_until<T: Send + 'static>(
 ) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
     let world = board.borrow().workers();
     if logs.rank.0 >= world {
-        let message =
-            format!("there is no rank {}: this launch has {world} ranks, counted from 0", logs.rank);
-        return Err(Status::invalid_argument(message));
+        return Err(no_such_rank(logs.rank.0, world));
     }
     let (chunks, stream) = mpsc::channel(REPLY_QUEUE_LENGTH);
     tokio::spawn(async move {
@@ -84,6 +82,15 @@ fn stream_until<T: Send + 'static>(
         drop(held);
     });
     Ok(stream)
+}
+
+/// The reply to a request about a rank of a launch that has no such rank.
+pub(crate) fn no_such_rank(rank: u32, world: u32) -> Status {
+    Status::invalid_argument(if world == 0 {
+        "no rank has started yet; `xlaunch status` shows what the launch waits for".into()
+    } else {
+        format!("there is no rank {rank}: this launch has {world} ranks, counted from 0")
+    })
 }
 
 /// End of a stream with `follow`.

@@ -10,6 +10,7 @@ mod prompts;
 
 use std::io::{IsTerminal, Read};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{ArgGroup, Args, ValueEnum};
@@ -153,18 +154,17 @@ pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
     };
     until_interrupted(move |interrupted| {
         let mut output = Output::new(form, prompts, command.samples);
-        let closed = AtomicBool::new(false);
-        let stop = || interrupted() || closed.load(Ordering::Relaxed);
-        let mut failed = None;
+        let failed = OnceLock::new();
+        let stop = || interrupted() || failed.get().is_some();
         let mut sink = |prompt: usize, sample: usize, update: Update<'_>| {
             if let Err(error) = output.update(prompt, sample, update) {
-                closed.store(true, Ordering::Relaxed);
-                failed.get_or_insert(error);
+                // The first error counts.
+                let _ = failed.set(error);
             }
         };
         let result = generate::run(&command, &stop, &mut print_note, &mut sink);
         let ended = output.end();
-        match failed {
+        match failed.into_inner() {
             Some(error) => Err(error),
             None => result.map_err(QueryError::Refused).and(ended),
         }

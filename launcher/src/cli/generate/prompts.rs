@@ -2,9 +2,7 @@
 
 use serde::Deserialize;
 use serde_json::Value;
-
-/// Windows editors start UTF-8 with it.
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+use xlaunch_data::BYTE_ORDER_MARK;
 
 /// A prompt: one line of the file.
 #[derive(Clone, Debug, PartialEq, Deserialize)]

@@ -19,8 +19,6 @@ xlaunch_harness::tests! {
     ten_random_failures_leave_the_weights_of_an_undisturbed_run;
 }
 
-/// Variable that enables tests which take minutes.
-const LONG_VARIABLE: &str = "XLAUNCH_TEST_LONG";
 /// Variable with a seed that selects other failures.
 const SEED_VARIABLE: &str = "XLAUNCH_TEST_SEED";
 
@@ -28,8 +26,8 @@ const SEED_VARIABLE: &str = "XLAUNCH_TEST_SEED";
 const FLAGS: &str = "--rdzv-conf keep_alive_max_attempt=4,last_call_timeout=1 --max-restarts 30";
 
 fn long() -> xlaunch_harness::Requirement {
-    let wanted = std::env::var_os(LONG_VARIABLE).is_some();
-    wanted.then_some(()).ok_or_else(|| format!("takes minutes: set {LONG_VARIABLE}=1"))
+    let missing = || format!("takes minutes: set {}=1", xlaunch_harness::LONG_VARIABLE);
+    xlaunch_harness::is_long().then_some(()).ok_or_else(missing)
 }
 
 /// Hosts that train a job in a directory that they share.

@@ -21,7 +21,6 @@ const READ_BUFFER_BYTES: usize = 256 << 10;
 
 /// Bytes at the start of a text from which its kind is detected.
 const HEAD_BYTES: usize = 512;
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// The text of an input while it is read, or its rows as lines of JSON.
 pub(super) struct Source {
@@ -64,8 +63,7 @@ impl Source {
         let mut source = Self { label: label.into(), reader, format, read, head: Vec::new() };
         let mut head = Vec::new();
         source.read(HEAD_BYTES, &mut head)?;
-        // Windows editors start UTF-8 with a byte order mark, which is not part of the text.
-        let text = head.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&head).to_vec();
+        let text = head.strip_prefix(crate::BYTE_ORDER_MARK).unwrap_or(&head).to_vec();
         let rest = std::mem::replace(&mut source.reader, Box::new(io::empty()));
         source.reader = Box::new(io::Cursor::new(text.clone()).chain(rest));
         source.head = text;

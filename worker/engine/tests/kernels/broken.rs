@@ -538,7 +538,7 @@ fn broken_kernels_are_found() {
         drop(open(precision));
     }
     // Every third one finds what the emulator no longer reports, in a third of the minutes.
-    let step = if std::env::var_os("XLAUNCH_TEST_LONG").is_some() { 1 } else { 3 };
+    let step = if xlaunch_harness::is_long() { 1 } else { 3 };
     let count = MISTAKES.len().div_ceil(step);
     let missed: Vec<String> = in_two_threads(count, |i| missed(i * step)).into_iter().flatten().collect();
     assert!(missed.is_empty(), "{} of {count}:\n{}", missed.len(), missed.join("\n"));

@@ -28,7 +28,7 @@ pub(super) struct Buffers {
     pub(super) y: Tensor,
     pub(super) stats: Tensor,
     pub(super) qkv: Tensor,
-    /// The same with queries and keys normalised; empty without such norms.
+    /// `qkv` with normalised queries and keys; empty if the model does not normalise them.
     pub(super) normed: Tensor,
     pub(super) att: Tensor,
     pub(super) branch: Tensor,
