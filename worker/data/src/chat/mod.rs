@@ -5,7 +5,7 @@
 //!                                  \--> beginnings of the text --spans--/
 //! ```
 //! - `templates` finds the chat template of a tokenizer; `template` renders chats with it as Python's `transformers`
-//!   does, and `python` has what templates expect of Python;
+//!   does; `rewrite` prepares its source, and `python` has what templates expect of Python;
 //! - the text of the assistant is what a template's `generation` blocks contain; `spans` derives it for templates that
 //!   have none.
 //!
@@ -13,6 +13,7 @@
 
 mod encode;
 mod python;
+mod rewrite;
 mod row;
 mod spans;
 mod template;

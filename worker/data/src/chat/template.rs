@@ -1,6 +1,6 @@
 //! Renders chats with a model's own template, as Python's `transformers` does.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
@@ -10,6 +10,7 @@ use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{Environment, Error, ErrorKind, State, context};
 
 use super::python;
+use super::rewrite::{GENERATION, rewrite};
 
 /// Special tokens that templates refer to by name.
 pub const TEMPLATE_TOKENS: [&str; 7] =
@@ -17,14 +18,8 @@ pub const TEMPLATE_TOKENS: [&str; 7] =
 
 /// Name of the template in its environment.
 const NAME: &str = "chat template";
-/// Name of the function that takes the place of `generation` blocks.
-const GENERATION: &str = "xlaunch_generation";
 /// First of the private-use characters that mark the ends of `generation` blocks, and their number.
 const GENERATION_MARKS: Range<u32> = 0x10_f000..0x10_ff00;
-
-/// Words of the template language that are no variables.
-const CONSTANTS_AND_OPERATORS: [&str; 13] =
-    ["true", "True", "false", "False", "none", "None", "and", "or", "not", "in", "is", "if", "else"];
 
 /// A chat template that is ready to render.
 #[derive(Clone)]
@@ -78,7 +73,7 @@ impl Template {
             let body: Value = options.get("caller")?;
             body.call(state, &[])
         });
-        let (source, has_generation) = with_generation_calls(source);
+        let (source, has_generation) = rewrite(source);
         environment
             .add_template_owned(NAME, source)
             .map_err(|error| format!("the chat template is not valid: {}", reason(&error)))?;
@@ -171,67 +166,6 @@ fn reason(error: &Error) -> String {
     }
 }
 
-/// Makes calls with a body of `generation` blocks, as `transformers` does. Also returns whether there are any.
-fn with_generation_calls(template: &str) -> (String, bool) {
-    // `minijinja` passes only variables that it finds in a body on to it. It overlooks namespaces that are only
-    // assigned to, and everything in front of a slice, as in `text[1:]` and `messages[loop.index:]`.
-    let names: BTreeSet<&str> = tags(template).flat_map(|tag| assigned(word(tag))).chain(["loop"]).collect();
-    let read: String = names.iter().map(|name| format!("{{{{ {name} }}}}")).collect();
-    let mut out = String::with_capacity(template.len());
-    let (mut rest, mut found) = (template, false);
-    for tag in tags(template) {
-        let Some((before, after)) = rest.split_once(tag) else { break };
-        out.push_str(before);
-        match word(tag) {
-            "generation" => {
-                let (start, end) = tag.split_once("generation").unwrap_or_default();
-                // White space after the block is treated as the tag says, that within it as after any tag.
-                out.push_str(&format!("{start}call {GENERATION}() %}}{{% if false %}}{read}{{% endif{end}"));
-                found = true;
-            }
-            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endcall", 1)),
-            _ => out.push_str(tag),
-        }
-        rest = after;
-    }
-    (out + rest, found)
-}
-
-/// Returns the block tags of a template in order.
-fn tags(template: &str) -> impl Iterator<Item = &str> {
-    let mut rest = template;
-    std::iter::from_fn(move || {
-        let start = rest.find("{%")?;
-        let end = rest[start..].find("%}").map(|end| start + end + 2)?;
-        let tag = &rest[start..end];
-        rest = &rest[end..];
-        Some(tag)
-    })
-}
-
-/// Returns what a tag contains.
-fn word(tag: &str) -> &str {
-    tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['}', '%', '-', '+']).trim()
-}
-
-/// Returns the variables that a tag gives values to, and perhaps others.
-fn assigned(tag: &str) -> impl Iterator<Item = &str> {
-    let (kind, rest) = tag.split_once(char::is_whitespace).unwrap_or_default();
-    let targets = match kind {
-        "set" => rest.split_once('=').map_or(rest, |(targets, _)| targets),
-        "for" => rest.split_once(" in ").map_or("", |(targets, _)| targets),
-        "macro" | "with" => rest,
-        _ => "",
-    };
-    let name = |target: &'_ str| -> Option<usize> {
-        let is_letter = |character: char| character.is_ascii_alphanumeric() || character == '_';
-        let end = target.find(|character| !is_letter(character)).unwrap_or(target.len());
-        let starts_well = !target.starts_with(|first: char| first.is_ascii_digit());
-        (end > 0 && starts_well && !CONSTANTS_AND_OPERATORS.contains(&&target[..end])).then_some(end)
-    };
-    targets.split([',', '(', ')']).map(str::trim).filter_map(move |target| Some(&target[..name(target)?]))
-}
-
 /// Removes marks, which must enclose texts that are not nested.
 fn unmark(marked: &str, open: char, close: char) -> Option<Marked> {
     let mut found = Marked { text: String::with_capacity(marked.len()), spans: Vec::new() };
@@ -311,6 +245,49 @@ mod tests {
         assert!(missing.contains("`tojson` of a value that the row does not have"), "{missing}");
         let invalid = error("\n\n{% if %}");
         assert!(invalid.contains("is not valid: syntax error") && invalid.contains("line 3"), "{invalid}");
+    }
+
+    /// The texts are those of Python's Jinja.
+    #[test]
+    fn macros_and_calls_see_variables_that_they_take_a_slice_of_or_replace() {
+        let messages = json!([
+            {"role": "system", "content": "S"}, {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "abc"}
+        ]);
+        for (template, expected) in [
+            ("{% macro f() %}{{ x[1:] }}{% endmacro %}{{ f() }}", "bcd"),
+            ("{% macro f(y) %}{{ x[::-1] }}{{ y[:2] }}{% endmacro %}{{ f('qrs') }}", "dcbaqr"),
+            ("{% macro f(y=x[1:]) %}{{ y }}{% endmacro %}{{ f() }}", "bcd"),
+            ("{% macro f() %}{% set x = x[1:] %}{{ x }}{% endmacro %}{{ f() }}{{ x }}", "bcdabcd"),
+            ("{% macro f() %}{% set x = x ~ '1' %}{{ x }}{% endmacro %}{{ f() }}", "abcd1"),
+            ("{%- macro f() -%}\n {{ x[3:] }}\n{%- endmacro -%}\n{% set x = 'b1234' %}{{ f() }}", "34"),
+            (
+                "{% macro w() %}[{{ caller() }}]{% endmacro %}{% for m in messages %}{% call w() %}{{ x[1:] }}\
+                 {{ m.content[:2] }}{{ messages[1:] | length }}{% endcall %}{% endfor %}",
+                "[bcdS2][bcdhe2][bcdab2]",
+            ),
+            (
+                "{% set n = namespace(y='abc') %}{% macro f() %}{{ n.y[1:] }}{% set n.y = 'z' %}{% endmacro %}{{ f() }}\
+                 {{ n.y }}",
+                "bcz",
+            ),
+            (
+                "{% for m in messages %}{% macro f() %}{{ m.content[1:] }}|{% endmacro %}{{ f() }}{% endfor %}",
+                "|ello|bc|",
+            ),
+            (
+                "{% macro f(a) %}{% macro g() %}{{ a[1:] }}{% endmacro %}{{ g() }}{% endmacro %}{{ f('xyz') }}",
+                "yz",
+            ),
+            // Texts that look like tags.
+            (
+                "{% raw %}{% macro f() %}{% endraw %}{# {% macro g() %} #}{{ '{% macro' }}{% set y = '%}' %}{{ y }}",
+                "{% macro f() %}{% macro%}",
+            ),
+        ] {
+            let template = format!("{{% set x = 'abcd' %}}{template}");
+            assert_eq!(rendered(&template, &messages).unwrap(), expected, "{template}");
+        }
     }
 
     #[test]

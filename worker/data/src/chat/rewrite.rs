@@ -1,0 +1,112 @@
+//! Rewrites the source of a template for `minijinja`. Pure.
+//!
+//! `generation` blocks become calls, as in `transformers`, and macros get all variables that Jinja passes on to them.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+/// Name of the function that takes the place of `generation` blocks.
+pub(super) const GENERATION: &str = "xlaunch_generation";
+
+/// Words of the template language that are no variables.
+const CONSTANTS_AND_OPERATORS: [&str; 13] =
+    ["true", "True", "false", "False", "none", "None", "and", "or", "not", "in", "is", "if", "else"];
+
+/// Returns the source for `minijinja`, and whether it has `generation` blocks.
+pub(super) fn rewrite(template: &str) -> (String, bool) {
+    let tags = tags(template);
+    // `minijinja` passes only variables that it finds in the body of a macro or a call on to it. It overlooks
+    // namespaces that are only assigned to, everything in front of a slice, as in `text[1:]` and
+    // `messages[loop.index:]`, and variables that the body replaces, as in `{% set text = text + 'a' %}`.
+    let names: BTreeSet<&str> =
+        tags.iter().flat_map(|tag| assigned(word(&template[tag.clone()]))).chain(["loop"]).collect();
+    let read: String = names.iter().map(|name| format!("{{{{ {name} }}}}")).collect();
+    // White space after a body's first tag is treated as that tag says, that within it as after any tag.
+    let body = |start: &str, end: &str| format!("{start} %}}{{% if false %}}{read}{{% endif {end}");
+    let mut out = String::with_capacity(template.len());
+    let (mut copied, mut found) = (0, false);
+    for place in tags {
+        let tag = &template[place.clone()];
+        out.push_str(&template[copied..place.start]);
+        copied = place.end;
+        let (start, end) = tag.split_at(tag.trim_end_matches(['%', '}', '-', '+']).len());
+        match split_word(word(tag)).0 {
+            "generation" => {
+                out.push_str(&body(&start.replacen("generation", &format!("call {GENERATION}()"), 1), end));
+                found = true;
+            }
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endcall", 1)),
+            "macro" | "call" => out.push_str(&body(start, end)),
+            _ => out.push_str(tag),
+        }
+    }
+    (out + &template[copied..], found)
+}
+
+/// Returns the places of block tags, in order, outside of comments, expressions and `raw` blocks.
+fn tags(template: &str) -> Vec<Range<usize>> {
+    let mut found = Vec::new();
+    let mut at = 0;
+    while let Some(start) = template[at..].find('{').map(|offset| at + offset) {
+        let rest = &template[start..];
+        at = start
+            + match rest.as_bytes().get(1) {
+                Some(b'#') => rest.find("#}").map_or(rest.len(), |end| end + 2),
+                Some(b'{') => code_len(rest, "}}"),
+                Some(b'%') => code_len(rest, "%}"),
+                _ => 1,
+            };
+        let code = &template[start..at];
+        if code.starts_with("{%") && code.ends_with("%}") {
+            found.push(start..at);
+            if word(code) == "raw" {
+                at = template[at..].find("endraw").map_or(template.len(), |end| at + end);
+            }
+        }
+    }
+    found
+}
+
+/// Returns the length of an expression or a tag: up to `close`, outside of strings.
+fn code_len(code: &str, close: &str) -> usize {
+    let mut quote = None;
+    let mut characters = code.char_indices();
+    while let Some((at, character)) = characters.next() {
+        match quote {
+            Some(_) if character == '\\' => drop(characters.next()),
+            Some(open) if character == open => quote = None,
+            Some(_) => {}
+            None if code[at..].starts_with(close) => return at + close.len(),
+            None => quote = Some(character).filter(|character| ['"', '\''].contains(character)),
+        }
+    }
+    code.len()
+}
+
+/// Returns what a tag contains.
+fn word(tag: &str) -> &str {
+    tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['}', '%', '-', '+']).trim()
+}
+
+/// Splits a text after the name that it begins with.
+fn split_word(text: &str) -> (&str, &str) {
+    let is_letter = |character: char| character.is_ascii_alphanumeric() || character == '_';
+    text.split_at(text.find(|character| !is_letter(character)).unwrap_or(text.len()))
+}
+
+/// Returns the variables that a tag gives values to, and perhaps others.
+fn assigned(tag: &str) -> impl Iterator<Item = &str> {
+    let (kind, rest) = split_word(tag);
+    let targets = match kind {
+        "set" => rest.split_once('=').map_or(rest, |(targets, _)| targets),
+        "for" => rest.split_once(" in ").map_or("", |(targets, _)| targets),
+        "macro" | "with" => rest,
+        "call" if rest.starts_with('(') => rest.split_once(')').map_or("", |(targets, _)| targets),
+        _ => "",
+    };
+    let names = targets.split([',', '(', ')']).map(|target| split_word(target.trim()).0);
+    names.filter(|name| {
+        let first = name.chars().next();
+        first.is_some_and(|first| !first.is_ascii_digit()) && !CONSTANTS_AND_OPERATORS.contains(name)
+    })
+}
