@@ -38,6 +38,8 @@ def families(text):
     qwen = lambda: byte_level(text, words, CHATML, normalizers.NFC(), added=thinking)
     yield "chatml", qwen(), None, "<|im_end|>", False
     yield "chatml_generation", qwen(), None, "<|im_end|>", False
+    yield "parts", qwen(), None, "<|im_end|>", False
+    yield "either", qwen(), None, "<|im_end|>", False
     yield "qwen3", qwen(), None, "<|im_end|>", True
     llama3 = byte_level(text, splits(LLAMA3), LLAMA3_TOKENS, template="<|begin_of_text|>", ignore_merges=True)
     # As published: leading white space is not part of the range of a token.
@@ -82,6 +84,21 @@ def random_chat(pick, tools):
     return {"messages": messages, **({"tools": [schema]} if tools and pick.random() < 0.5 else {})}
 
 
+def in_parts(pick, message):
+    """Returns a message whose content may be a list of parts."""
+    text = message["content"]
+    if pick.random() < 0.5:
+        return message
+    cut = pick.randint(2, len(text) - 2)
+    return {**message, "content": [{"type": "text", "text": part} for part in (text[:cut], text[cut:])]}
+
+
+def as_list(message):
+    """Returns a message whose content is a list of parts."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+
+
 def prepare(binary, model, source, out):
     command = [binary, "data", "prepare", "--chat", "--tokenizer", model, "--val", "0", "--output", out, source]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -115,6 +132,8 @@ def main():
             fast.save_pretrained(model)
             pick = random.Random(name)
             rows = [random_chat(pick, tools) for _ in range(options.chats)]
+            if name in ("parts", "either"):
+                rows = [{"messages": [in_parts(pick, message) for message in row["messages"]]} for row in rows]
             source = model / "rows.jsonl"
             source.write_text("".join(json.dumps(row) + "\n" for row in rows))
             prepared = prepare(options.binary, model, source, model / "out")
@@ -122,8 +141,10 @@ def main():
             generation = "{%- generation" in fast.chat_template
             equal = masks = 0
             for row, (ids, mask) in zip(rows, prepared):
+                messages = row["messages"]
                 theirs = fast.apply_chat_template(
-                    row["messages"],
+                    # This template writes nothing of a string.
+                    [as_list(message) for message in messages] if name == "parts" else messages,
                     tools=row.get("tools"),
                     return_dict=True,
                     return_assistant_tokens_mask=generation,

@@ -15,7 +15,9 @@ import families
 LIMIT = 300
 CONTEXT = 128
 CHATML = (
-    "{% for message in messages %}\n{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + "
+    "{% macro write(content) %}{% if content is string %}{{ content | trim }}{% else %}{% for part in content %}"
+    "{{ part['text'] | trim }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for message in messages %}\n{{- '<|im_start|>' + message['role'] + '\\n' + write(message['content']) + "
     "'<|im_end|>' + '\\n' }}\n{%- endfor %}\n{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 

@@ -25,10 +25,10 @@ fn ids_of_nasty_documents_equal_those_of_python_for_each_family() {
     assert_eq!(output.matches(equal).count(), 12, "{output}");
 }
 
-/// Compares 200 chats for each of twelve templates. The comparison itself is `python3 tests/peers/chats.py`.
+/// Compares 200 chats for each of fourteen templates. The comparison itself is `python3 tests/peers/chats.py`.
 fn chats_and_masks_equal_those_of_transformers() {
     let output = run_ok(peer("chats.py").arg("--binary").arg(xlaunch_path()));
-    assert_eq!(output.matches(": 200 of 200 chats equal").count(), 12, "{output}");
+    assert_eq!(output.matches(": 200 of 200 chats equal").count(), 14, "{output}");
     assert_eq!(output.matches(", 200 masks equal").count(), 2, "{output}");
     assert!(output.contains("rows of Parquet: equal"), "{output}");
 }

@@ -96,7 +96,7 @@ impl Settings {
             .ok_or("the model has no chat template, as it was trained from random weights")?;
         let template = inherited.chat_template().ok_or("the model has no chat template")?;
         let token = |name: &str| Some((name.to_owned(), inherited.token(name)?.to_owned()));
-        Template::new(template, TEMPLATE_TOKENS.into_iter().filter_map(token))?.render_json(messages, true)
+        Template::new(template, TEMPLATE_TOKENS.into_iter().filter_map(token))?.render_prompt(messages)
     }
 
     /// Returns `generation_config.json` of a directory in Hugging Face's layout.

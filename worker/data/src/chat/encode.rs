@@ -6,10 +6,11 @@ use std::ops::Range;
 use minijinja::value::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::row::{ASSISTANT, Chat, Row, has_role, is_counted, join_parts, parse};
+use super::content::probe;
+use super::row::{ASSISTANT, Chat, Row, has_role, is_counted, parse};
 use super::spans::{self, Endings};
 use super::template::Template;
-use super::templates::{Templates, probe};
+use super::templates::Templates;
 use crate::Tokenizer;
 
 /// Maximum length of a rendered chat, which is encoded at once.
@@ -34,8 +35,6 @@ pub(crate) struct ChatEncoder {
 #[derive(Clone, Debug)]
 struct Format {
     template: Template,
-    /// True if the template accepts content that is a list of parts.
-    takes_parts: bool,
     /// The token that is written after the last message only.
     closing: Option<String>,
 }
@@ -130,11 +129,7 @@ impl ChatEncoder {
     /// Encodes a chat. If it is too long, leaves out turns at its end.
     fn chat(&self, chat: &Chat) -> Result<Outcome, String> {
         let format = self.with_tools.as_ref().filter(|_| !chat.tools.is_none()).unwrap_or(&self.default);
-        let messages: Vec<Value> = if format.takes_parts {
-            chat.messages.clone()
-        } else {
-            chat.messages.iter().map(join_parts).collect()
-        };
+        let messages = format.template.adapted(&chat.messages)?;
         let beginning = |count: usize| self.beginning(format, &messages[..count], chat);
         let whole = beginning(messages.len())?.ok_or("the chat has no token to train on")?;
         if self.fits(&whole) {
@@ -265,18 +260,15 @@ impl ChatEncoder {
 impl Format {
     /// Renders short chats to find out what a template does.
     fn of(template: &Template) -> Self {
-        let none = Value::from(());
-        let render = |messages: &Value| template.render(messages, &none, false).ok();
-        let part = Value::from_pairs([("type", "text"), ("text", "a")]);
-        let message =
-            Value::from_pairs([("role", Value::from("user")), ("content", Value::from(vec![part]))]);
-        let parts = render(&Value::from(vec![message]));
-        let takes_parts = parts.is_some() && parts == render(&probe(&["a"]));
-        let (short, long) = (render(&probe(&["a", "b"])), render(&probe(&["a", "b", "c", "d"])));
+        let render = |texts: &[&str]| {
+            let messages = template.adapted(&probe(texts)).ok()?;
+            template.render(&Value::from(messages), &Value::from(()), false).ok()
+        };
+        let (short, long) = (render(&["a", "b"]), render(&["a", "b", "c", "d"]));
         let closing = template.token("eos_token").filter(|token| {
             short.zip(long).is_some_and(|(short, long)| spans::is_closing(&short, &long, token))
         });
-        Self { template: template.clone(), takes_parts, closing: closing.map(String::from) }
+        Self { template: template.clone(), closing: closing.map(String::from) }
     }
 }
 

@@ -167,7 +167,7 @@ pub(crate) fn is_counted(message: &Value) -> bool {
 }
 
 /// Checks messages. Keys without a value are left out, as `transformers` does.
-fn messages(list: &Value, name: &str) -> Result<Vec<Value>, String> {
+pub(crate) fn messages(list: &Value, name: &str) -> Result<Vec<Value>, String> {
     if list.kind() != ValueKind::Seq {
         return Err(format!("`{name}` is a {}; expected a list of messages", list.kind()));
     }
@@ -244,24 +244,6 @@ fn check_content(content: &Value, at: &str) -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// Joins the parts of a message's content, for templates that expect a string.
-pub(crate) fn join_parts(message: &Value) -> Value {
-    let content = message.get_attr("content").ok().filter(|content| content.kind() == ValueKind::Seq);
-    let (Some(content), Ok(keys)) = (content, message.try_iter()) else { return message.clone() };
-    let text = |part: Value| part.get_attr("text").ok().and_then(|text| text.to_str());
-    let joined: String =
-        content.try_iter().into_iter().flatten().filter_map(text).map(|text| text.to_string()).collect();
-    let pair = |key: Value| {
-        let value = if key.as_str() == Some("content") {
-            Value::from(joined.as_str())
-        } else {
-            message.get_item(&key).unwrap_or_default()
-        };
-        (key, value)
-    };
-    Value::from_pairs(keys.map(pair))
 }
 
 /// Reads ShareGPT's list of `from` and `value`, or a list of messages.

@@ -9,8 +9,9 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{Environment, Error, ErrorKind, State, context};
 
-use super::python;
+use super::content::ContentForms;
 use super::rewrite::{GENERATION, rewrite};
+use super::{python, row};
 
 /// Special tokens that templates refer to by name.
 pub const TEMPLATE_TOKENS: [&str; 7] =
@@ -27,6 +28,7 @@ pub struct Template {
     environment: Environment<'static>,
     tokens: BTreeMap<String, String>,
     has_generation: bool,
+    content: ContentForms,
 }
 
 /// A rendered chat.
@@ -77,7 +79,10 @@ impl Template {
         environment
             .add_template_owned(NAME, source)
             .map_err(|error| format!("the chat template is not valid: {}", reason(&error)))?;
-        Ok(Self { environment, tokens: tokens.into_iter().collect(), has_generation })
+        let tokens = tokens.into_iter().collect();
+        let none = Value::from(());
+        let content = ContentForms::of(&|chat| render(&environment, &tokens, chat, &none, false).ok());
+        Ok(Self { environment, tokens, has_generation, content })
     }
 
     /// Returns whether the template marks the text of the assistant with `{% generation %}`.
@@ -90,16 +95,25 @@ impl Template {
         self.tokens.get(name).map(String::as_str)
     }
 
-    /// Renders a chat of `messages`, objects with `role` and `content`. `prompt`: up to the point where the model
+    /// Renders a chat of `messages`, a list of objects with `role` and `content`, up to the point where the model
     /// answers.
     ///
     /// # Errors
-    /// The reason, if the template rejects these messages.
-    pub fn render_json(&self, messages: &serde_json::Value, prompt: bool) -> Result<String, String> {
-        self.render(&Value::from(Serde(messages)), &Value::from(()), prompt)
+    /// The reason, if these are no messages, or the template rejects them.
+    pub fn render_prompt(&self, messages: &serde_json::Value) -> Result<String, String> {
+        let messages = self.adapted(&row::messages(&Value::from(Serde(messages)), "messages")?)?;
+        self.render(&Value::from(messages), &Value::from(()), true)
     }
 
-    /// Renders a chat with the schemas of its tools, which may be none.
+    /// Returns messages with their content in forms that the template writes.
+    ///
+    /// # Errors
+    /// The reason, if it writes none.
+    pub(crate) fn adapted(&self, messages: &[Value]) -> Result<Vec<Value>, String> {
+        messages.iter().map(|message| self.content.adapt(message)).collect()
+    }
+
+    /// Renders a chat of [adapted](Self::adapted) messages with the schemas of its tools, which may be none.
     pub(crate) fn render(&self, messages: &Value, tools: &Value, prompt: bool) -> Result<String, String> {
         render(&self.environment, &self.tokens, messages, tools, prompt)
     }
@@ -195,7 +209,7 @@ mod tests {
     }
 
     fn rendered(template: &str, messages: &serde_json::Value) -> Result<String, String> {
-        Template::new(template, tokens())?.render_json(messages, true)
+        Template::new(template, tokens())?.render(&Value::from(Serde(messages)), &Value::from(()), true)
     }
 
     fn spans(template: &str, messages: &serde_json::Value) -> Result<(String, Vec<String>), String> {

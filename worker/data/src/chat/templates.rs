@@ -3,7 +3,6 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use minijinja::value::Value;
 use serde_json::{Map, Value as Json, json};
 
 use super::template::{TEMPLATE_TOKENS, Template};
@@ -155,15 +154,10 @@ fn object(name: &str, text: Option<&str>) -> Result<Map<String, Json>, String> {
         .map_err(|error| format!("{name} beside the tokenizer is not valid JSON: {error}"))
 }
 
-/// Returns a chat of texts, to probe templates with. Roles alternate, starting with the user.
-pub(crate) fn probe(texts: &[&str]) -> Value {
-    let roles = ["user", "assistant"].into_iter().cycle();
-    let message = |(role, text): (&str, &&str)| Value::from_pairs([("role", role), ("content", text)]);
-    Value::from(roles.zip(texts).map(message).collect::<Vec<_>>())
-}
-
 #[cfg(test)]
 mod tests {
+    use minijinja::value::Value;
+
     use super::*;
 
     #[test]

@@ -17,6 +17,10 @@ const ZEPHYR: &str = include_str!("testdata/zephyr.jinja");
 const OLMO2: &str = include_str!("testdata/olmo2.jinja");
 const GRANITE: &str = include_str!("testdata/granite.jinja");
 const DEEPSEEK: &str = include_str!("testdata/deepseek.jinja");
+/// Takes content as a list only.
+const PARTS: &str = include_str!("testdata/parts.jinja");
+/// Takes a string or a list.
+const EITHER: &str = include_str!("testdata/either.jinja");
 
 /// Tokens that include the white space after them.
 const WIDE: [&str; 2] = ["<|end|>", "<|assistant|>"];
@@ -123,6 +127,8 @@ fn answers_and_their_last_tokens_count_for_the_loss() {
         (OLMO2, "<|endoftext|>"),
         (GRANITE, "<|end_of_text|>"),
         (DEEPSEEK, "</s>"),
+        (PARTS, "<|im_end|>"),
+        (EITHER, "<|im_end|>"),
     ] {
         let expected = ["Hello. é", "So long."].map(|text| format!("{text}{end}"));
         assert_eq!(trained_on(template, PLAIN).unwrap(), expected, "{end}");
@@ -175,6 +181,19 @@ fn calls_of_tools_count_and_their_results_do_not() {
     ] {
         assert_eq!(trained_on(template, TOOLS).unwrap(), expected);
     }
+}
+
+#[test]
+fn content_in_parts_is_written_as_the_template_does() {
+    let row = r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content":
+        [{"type": "text", "text": "Hel "}, {"type": "text", "text": "lo."}]}]}"#;
+    for (template, expected) in [(CHATML, "Hel lo."), (PARTS, "Hel lo."), (EITHER, "Hel, lo.")] {
+        assert_eq!(trained_on(template, row).unwrap(), [format!("{expected}<|im_end|>")]);
+    }
+    let pictures =
+        "{% for m in messages %}{% for part in m.content %}{{ part.image }}{% endfor %}{% endfor %}";
+    let error = trained_on(pictures, PLAIN).unwrap_err();
+    assert!(error.contains("writes nothing of the user's text"), "{error}");
 }
 
 #[test]
