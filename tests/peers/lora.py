@@ -31,6 +31,7 @@ ATTENTION = ("[\"q\", \"v\"]", ["q_proj", "v_proj"])
 ALL = ("\"all-linear\"", "all-linear")
 CASES = {
     "llama": (ALL, dict()),
+    "llama-layers": (ATTENTION, dict(layers_to_transform=[1])),
     "qwen3": (ATTENTION, dict(use_rslora=True)),
     "gpt2": (ALL, dict(fan_in_fan_out=True)),
     "gpt2-attention": (("[\"qkv\", \"o\"]", ["attn.c_attn", "attn.c_proj"]), dict(fan_in_fan_out=True)),

@@ -58,6 +58,12 @@ struct Config {
     alora_invocation_tokens: Value,
     #[serde(default)]
     kasa_config: Value,
+    #[serde(default)]
+    layers_to_transform: Value,
+    #[serde(default)]
+    target_modules: Value,
+    #[serde(default)]
+    exclude_modules: Value,
 }
 
 /// Initialisations that leave the weights of the model as they are. PEFT computes others, such as PiSSA, from these
@@ -99,7 +105,9 @@ impl PeftDirectory {
             [("rank_pattern", &config.rank_pattern), ("alpha_pattern", &config.alpha_pattern)]
         {
             if !pattern.is_empty() {
-                return refuse(key, "ranks and alphas that differ between layers are not supported".into());
+                let problem = "ranks and alphas that differ between layers are not supported; merge the adapter into \
+                               its model with PEFT's `merge_and_unload`";
+                return refuse(key, problem.into());
             }
         }
         if let Some(name) =
@@ -165,9 +173,12 @@ impl PeftDirectory {
         }
         let lora = LoraSection { targets, ..all };
         let mut adapter = Adapter::zeroed(shape, lora.clone())?;
-        for tensor in tensors(shape, &layout(shape, &lora)?) {
+        for tensor in self.expected(shape, &lora, &found)? {
             let Some(info) = found.remove(&tensor.name) else {
-                return Err(source::tensor_error(&path, &tensor.name, "not found").into());
+                let problem = "not found: an adapter has A and B of its layers in all blocks, except those that \
+                               `layers_to_transform`, `target_modules` or `exclude_modules` of its configuration leave \
+                               out";
+                return Err(source::tensor_error(&path, &tensor.name, problem).into());
             };
             source::check_type(&path, &tensor.name, &info, &tensor)?;
             source::check_place(&path, &tensor.name, &info, data, bytes)?;
@@ -189,9 +200,48 @@ impl PeftDirectory {
             }
         }
     }
+
+    /// Returns the tensors that the file must have. Layers in blocks that PEFT does not adapt lack A and B. Both stay
+    /// zero, also in training, as the gradient of each contains the other.
+    fn expected(
+        &self,
+        shape: &ModelShape,
+        lora: &LoraSection,
+        found: &HashMap<String, TensorInfo>,
+    ) -> Result<Vec<Mapped>, WorkerError> {
+        let first = format!("{PREFIX}{}", Family::of(shape.arch).names.block(0));
+        let blocks = first.trim_end_matches("0.");
+        let block = |tensor: &Mapped| tensor.name.strip_prefix(blocks)?.split('.').next()?.parse().ok();
+        let is_adapted = |pair: &&[Mapped]| {
+            pair.iter().any(|tensor| found.contains_key(&tensor.name))
+                || !block(&pair[0]).is_some_and(|block| self.config.may_omit(block))
+        };
+        let all = tensors(shape, &layout(shape, lora)?);
+        Ok(all.chunks_exact(2).filter(is_adapted).flatten().cloned().collect())
+    }
 }
 
-/// Returns the tensors of an adapter, in the arena of adapters.
+impl Config {
+    /// Returns whether a block may lack adapters of layers that have one in other blocks.
+    fn may_omit(&self, block: usize) -> bool {
+        let is_block = |value: &Value| value.as_u64() == Some(block as u64);
+        let chosen = match &self.layers_to_transform {
+            Value::Null => true,
+            Value::Array(blocks) => blocks.is_empty() || blocks.iter().any(is_block),
+            one => is_block(one),
+        };
+        let has_number = |name: &str| name.split('.').any(|part| part.parse::<usize>().is_ok());
+        // A regular expression may match in some blocks, and names may begin with a block: `0.self_attn.q_proj`.
+        let names_blocks = match &self.target_modules {
+            Value::String(pattern) => pattern != "all-linear",
+            Value::Array(names) => names.iter().filter_map(Value::as_str).any(has_number),
+            _ => false,
+        };
+        !chosen || names_blocks || !self.exclude_modules.is_null()
+    }
+}
+
+/// Returns the tensors of an adapter, A and B of each layer, in the arena of adapters.
 pub(crate) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
     let (model, rank) = (weights(shape, layout), layout.rank_and_scale().0);
     let modules = layout.adapted_modules().into_iter().filter_map(|module| {
@@ -269,6 +319,9 @@ fn whole(number: f64) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use safetensors::Dtype;
+    use safetensors::tensor::TensorView;
+
     use super::*;
 
     #[test]
@@ -286,6 +339,71 @@ mod tests {
             let model = weights(&shape, &layout);
             assert_eq!(model.values().filter(is_matrix).count(), Module::all(&shape).len(), "{arch:?}");
         }
+    }
+
+    /// Writes an adapter of ones with the tensors whose names are kept, and reads it.
+    fn reread(
+        shape: &ModelShape,
+        keys: &[(&str, Value)],
+        keep: impl Fn(&str) -> bool,
+    ) -> Result<Adapter, String> {
+        let lora = LoraSection { rank: 2, ..LoraSection::default() };
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = config(shape, &lora, Path::new("base")).unwrap();
+        keys.iter().for_each(|(key, value)| config[*key] = value.clone());
+        fs_err::write(dir.path().join(ADAPTER_CONFIG), config.to_string()).unwrap();
+        let kept: Vec<Mapped> = tensors(shape, &layout(shape, &lora).unwrap())
+            .into_iter()
+            .filter(|tensor| keep(&tensor.name))
+            .collect();
+        let ones: Vec<u8> = kept
+            .iter()
+            .flat_map(|tensor| tensor.elements.clone())
+            .flat_map(|_| 1_f32.to_le_bytes())
+            .collect();
+        let view = |tensor: &Mapped| {
+            let bytes = &ones[..4 * tensor.elements.len()];
+            (tensor.name.clone(), TensorView::new(Dtype::F32, tensor.shape.clone(), bytes).unwrap())
+        };
+        let file = safetensors::serialize(kept.iter().map(view), None).unwrap();
+        fs_err::write(dir.path().join(ADAPTER_WEIGHTS), file).unwrap();
+        let directory = PeftDirectory::open(dir.path()).unwrap();
+        directory.read(shape).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn layers_that_peft_did_not_adapt_keep_their_weights() {
+        let shape = ModelShape { layers: 3, ..Arch::Llama.base() };
+        let last = |name: &str| name.contains(".layers.2.");
+        let pattern = json!(r".*\.2\..*proj");
+        for keys in [
+            ("layers_to_transform", json!([2])),
+            ("layers_to_transform", json!(2)),
+            ("target_modules", pattern),
+            ("target_modules", json!(["2.self_attn.q_proj", "layers.2.mlp.up_proj"])),
+        ] {
+            let adapter = reread(&shape, std::slice::from_ref(&keys), last).unwrap();
+            let values: Vec<f32> = adapter.pieces().flat_map(|(_, values)| values).collect();
+            let modules = layout(&shape, &adapter.lora).unwrap().adapted_modules();
+            let each = Module::all(&shape).len();
+            assert_eq!(modules.len(), 3 * each);
+            for (index, module) in modules.iter().enumerate() {
+                let expected = if index / each == 2 { 1.0 } else { 0.0 };
+                let all = values[module.a.clone()].iter().chain(&values[module.b.clone()]);
+                assert!(all.copied().all(|value| value == expected), "{keys:?}: {index}");
+            }
+        }
+        // A file that lacks what its configuration does not leave out.
+        let missing = |keys: &[(&str, Value)], keep: &dyn Fn(&str) -> bool| {
+            let error = reread(&shape, keys, keep).unwrap_err();
+            assert!(error.contains("layers.0.") || error.contains("layers.2."), "{error}");
+            assert!(error.contains("not found") && error.contains("`layers_to_transform`"), "{error}");
+        };
+        missing(&[], &last);
+        missing(&[("layers_to_transform", json!([0, 2]))], &last);
+        missing(&[("layers_to_transform", json!([2]))], &|name| {
+            last(name) && !name.contains("q_proj.lora_A")
+        });
     }
 
     #[test]
