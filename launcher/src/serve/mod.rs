@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 
-use axum::extract::{Request, State};
+use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -77,6 +77,8 @@ pub(crate) async fn serve(listener: TcpListener, served: Served) {
     let routes = Router::new()
         .route(access::HEALTH, get(async || Json(json!({ "status": "ok" }))))
         .route("/v1/models", get(models))
+        // Names may be paths, with slashes as they are or encoded.
+        .route("/v1/models/{*name}", get(model))
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat))
         .fallback(async || {
@@ -107,11 +109,12 @@ struct App {
 }
 
 async fn models(State(app): State<Arc<App>>) -> Json<Value> {
-    let model = json!({
-        "id": app.served.name, "object": "model", "created": app.created, "owned_by": "xlaunch",
-        "max_model_len": app.served.service.context,
-    });
-    Json(json!({ "object": "list", "data": [model] }))
+    Json(json!({ "object": "list", "data": [app.model()] }))
+}
+
+async fn model(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json<Value>, ApiError> {
+    plan::check_model(Some(&name), &app.served.name)?;
+    Ok(Json(app.model()))
 }
 
 async fn completions(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
@@ -123,6 +126,13 @@ async fn chat(State(app): State<Arc<App>>, request: Request) -> Result<Response,
 }
 
 impl App {
+    fn model(&self) -> Value {
+        json!({
+            "id": self.served.name, "object": "model", "created": self.created, "owned_by": "xlaunch",
+            "max_model_len": self.served.service.context,
+        })
+    }
+
     async fn answer(&self, endpoint: Endpoint, request: Request) -> Result<Response, ApiError> {
         let body = body::read(request).await?;
         let (request, plan) = self.plan(endpoint, body).await?;
@@ -159,7 +169,7 @@ impl App {
         let planned = tokio::task::spawn_blocking(move || {
             let _encoder = encoder;
             let request = TextRequest::parse(endpoint, &body)?;
-            plan::check_model(&request, &name)?;
+            plan::check_model(request.model.as_deref(), &name)?;
             let plan = Plan::new(&request, &service, seed)?;
             Ok((request, plan))
         });

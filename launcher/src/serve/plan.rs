@@ -139,8 +139,8 @@ fn echo(input: &Input, tokens: &[u32], service: &Service) -> Echo {
 }
 
 /// The error of a request for another model.
-pub(super) fn check_model(request: &TextRequest, served: &str) -> Result<(), ApiError> {
-    match &request.model {
+pub(super) fn check_model(model: Option<&str>, served: &str) -> Result<(), ApiError> {
+    match model {
         Some(model) if model != served => Err(ApiError {
             param: Some("model".into()),
             code: Some("model_not_found"),
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn another_model_is_not_found() {
-        let served = |body: &str| check_model(&request(body), "runs/a");
+        let served = |body: &str| check_model(request(body).model.as_deref(), "runs/a");
         assert_eq!(served(r#"{"prompt": "a"}"#), Ok(()));
         assert_eq!(served(r#"{"prompt": "a", "model": "runs/a"}"#), Ok(()));
         let error = served(r#"{"prompt": "a", "model": "gpt-4"}"#).unwrap_err();

@@ -53,6 +53,11 @@ fn served_texts_are_those_of_generate() {
     assert_eq!(server.get("/health").json(), json!({"status": "ok"}));
     let models = server.get("/v1/models").json();
     assert_eq!((&models["data"][0]["id"], &models["data"][0]["max_model_len"]), (&json!(MODEL), &json!(32)));
+    for name in ["runs/train/latest", "runs%2Ftrain%2Flatest"] {
+        assert_eq!(server.get(&format!("/v1/models/{name}")).json(), models["data"][0], "{name}");
+    }
+    let other = server.get("/v1/models/gpt-4");
+    assert_eq!((other.status, &other.error()["code"]), (404, &json!("model_not_found")), "{other:?}");
     let greedy = &generate(&job, &["--prompt", "line 4", "--temperature", "0"])[0]["text"];
     for prompt in [json!("line 4"), json!([108, 105, 110, 101, 32, 52]), json!(["line 4"])] {
         let body =
