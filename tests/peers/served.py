@@ -83,8 +83,9 @@ def completions(server, model, fast):
                 # may strip the first space.
                 text = choice["text"][start : start + len(token) + 12]
                 # A model may have more ids than its tokenizer.
-                # A model may have more ids than its tokenizer.
-                byte = token.startswith("bytes:") or (fast.convert_ids_to_tokens(id) or "").startswith("<0x")
+                name = fast.convert_ids_to_tokens(id) or ""
+                check(name or token == f"token_id:{id}", f"{token!r} is {id}")
+                byte = not name or name.startswith("<0x") or token.startswith("bytes:")
                 check(byte or token in fast.all_special_tokens or token.strip() in text, f"{token!r}: {text!r}")
         usage = reply["usage"]
         check(usage["prompt_tokens"] == sum(map(len, of)), f"usage: {usage}")

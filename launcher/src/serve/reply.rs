@@ -1,7 +1,7 @@
 //! Texts in OpenAI's form: whole, or in pieces of a stream. Pure.
 
 use serde_json::{Map, Value, json};
-use xlaunch_worker::serve::{FinishReason, Output, Scored, Service, Token};
+use xlaunch_worker::serve::{FinishReason, Output, Scored, Service, Token, token_name};
 
 use super::plan::Plan;
 use super::request::Endpoint;
@@ -160,16 +160,7 @@ fn usage(prompt: usize, generated: usize) -> Value {
 /// likely ones.
 fn completion_logprobs(tokens: &[Place], service: &Service) -> Value {
     let text = |id: u32| service.token_text(id);
-    let top = |place: &Place| {
-        let scored = place.scored.as_ref()?;
-        let own = std::iter::once((scored.token, scored.logprob));
-        let mut alternatives = Map::new();
-        for (id, logprob) in scored.top.iter().copied().chain(own) {
-            // Of tokens with the same text, the most likely one comes first.
-            alternatives.entry(text(id)).or_insert(json!(logprob));
-        }
-        Some(alternatives)
-    };
+    let top = |place: &Place| Some(alternatives(place.scored.as_ref()?, text));
     json!({
         "tokens": tokens.iter().map(|place| text(place.id)).collect::<Vec<_>>(),
         "token_logprobs":
@@ -177,6 +168,19 @@ fn completion_logprobs(tokens: &[Place], service: &Service) -> Value {
         "top_logprobs": tokens.iter().map(top).collect::<Vec<_>>(),
         "text_offset": tokens.iter().map(|place| place.start).collect::<Vec<_>>(),
     })
+}
+
+/// Returns log-probabilities by text. Of tokens with the same text, such as a byte and its character, the token itself
+/// has the text, otherwise the most likely one; the others have their ids.
+fn alternatives(scored: &Scored, text: impl Fn(u32) -> String) -> Map<String, Value> {
+    let others = scored.top.iter().copied().filter(|(id, _)| *id != scored.token);
+    let mut found = Map::new();
+    for (id, logprob) in std::iter::once((scored.token, scored.logprob)).chain(others) {
+        let text = text(id);
+        let key = if found.contains_key(&text) { token_name(id) } else { text };
+        found.insert(key, json!(logprob));
+    }
+    found
 }
 
 fn chat_logprobs(tokens: &[Place], service: &Service) -> Value {
@@ -191,4 +195,25 @@ fn chat_logprobs(tokens: &[Place], service: &Service) -> Value {
         Some(value)
     });
     json!({ "content": content.collect::<Vec<_>>() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_with_the_same_text_are_alternatives_of_their_own() {
+        let text = |id: u32| ["A", "A", "B", "A"][id as usize].to_owned();
+        let found = |token, logprob, top: &[(u32, f64)]| {
+            Value::Object(alternatives(&Scored { token, logprob, top: top.to_vec() }, text))
+        };
+        assert_eq!(
+            found(1, -2.0, &[(0, -1.0), (1, -2.0), (2, -3.0)]),
+            json!({"A": -2.0, "token_id:0": -1.0, "B": -3.0})
+        );
+        assert_eq!(
+            found(2, -9.0, &[(0, -1.0), (3, -2.0), (1, -3.0)]),
+            json!({"B": -9.0, "A": -1.0, "token_id:3": -2.0, "token_id:1": -3.0})
+        );
+    }
 }

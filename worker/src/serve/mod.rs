@@ -102,13 +102,22 @@ impl Service {
     }
 
     /// Returns the text of a token. Bytes that are not whole characters are written as `bytes:\xe2\x82`, so that tokens
-    /// with different bytes have different texts.
+    /// with different bytes have different texts, and ids without text as [`token_name`].
     pub fn token_text(&self, id: u32) -> String {
-        String::from_utf8(self.token_bytes(id)).unwrap_or_else(|error| {
+        let bytes = self.token_bytes(id);
+        if bytes.is_empty() {
+            return token_name(id);
+        }
+        String::from_utf8(bytes).unwrap_or_else(|error| {
             let bytes = error.into_bytes();
             bytes.iter().fold("bytes:".into(), |text, byte| format!("{text}\\x{byte:02x}"))
         })
     }
+}
+
+/// Returns the name of a token that its text does not tell from others: `token_id:7`, as in vLLM.
+pub fn token_name(id: u32) -> String {
+    format!("token_id:{id}")
 }
 
 #[cfg(test)]
@@ -128,6 +137,10 @@ mod tests {
         assert_eq!(texts, ["I", " say", "bytes:\\x20\\xf0\\x9f", "bytes:\\xa6", "bytes:\\x80", "."]);
         assert_eq!(service.starts(&ids), [0, 1, 5, 6, 6, 7]);
         assert_eq!(service.token_text(50_256), "<|endoftext|>");
+        assert_eq!(
+            (service.token_text(50_257).as_str(), service.token_bytes(50_257)),
+            ("token_id:50257", vec![])
+        );
         assert_eq!(service.token_bytes(ids[3]), [0xa6]);
     }
 }
