@@ -1,4 +1,4 @@
-//! The section `[comm]`. As in `sections`, doc comments of fields and variants are user documentation.
+//! The section `[comm]`.
 
 use std::fmt;
 

@@ -1,5 +1,4 @@
-//! The section `[lora]`, and the linear layers that it adapts. As in `sections`, doc comments of fields are user
-//! documentation.
+//! The section `[lora]`, and the linear layers that it adapts.
 
 use std::ops::Range;
 

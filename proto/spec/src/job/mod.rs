@@ -2,14 +2,23 @@
 //!
 //! The launcher reads it from TOML, applies the layers (file, environment, flags) and checks it with
 //! [`JobSpec::check`]; workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
+//!
+//! Each section of `train.toml` has a file. Doc comments of its fields and variants are user documentation: the JSON
+//! schema and the configuration reference contain them, next to each key's type and default. So they are plain text
+//! without links, for a reader who knows PyTorch.
 
+mod checkpoint;
 mod comm;
+mod data;
 mod data_source;
+mod engine;
+mod launch;
 mod lora;
+mod observe;
 mod one_or_more;
 mod optimizer;
-mod sections;
 mod sizes;
+mod train;
 
 use std::path::{Path, PathBuf};
 
@@ -18,15 +27,16 @@ use serde::{Deserialize, Serialize};
 use crate::ids::Digest;
 pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
+pub use checkpoint::{CheckpointSection, MemorySnapshots, OnSaveError};
 pub use comm::{CommSection, EQUAL_SHARDS, Shard, WireDtype};
+pub use data::{DataSection, DocumentMode, Tokenizer};
 pub use data_source::DataSource;
+pub use engine::{Device, EngineSection, Exec, PoolMode, Precision};
+pub use launch::{DoctorMode, LaunchSection, OnHang};
 pub use lora::{Layer, LoraSection, Module};
+pub use observe::ObserveSection;
 pub use optimizer::{AdjustLr, LrScaleSection, MuonSection, Optimizer, Owners};
-pub use sections::{
-    CheckpointSection, DataSection, Device, DoctorMode, DocumentMode, EngineSection, Exec, JobSection,
-    LaunchSection, MemorySnapshots, NonFinite, ObserveSection, OnHang, OnSaveError, PoolMode, Precision,
-    Recompute, Schedule, Tokenizer, TrainSection,
-};
+pub use train::{NonFinite, Recompute, Schedule, TrainSection};
 
 /// Version of the serialised form.
 pub const SPEC_VERSION: u32 = 1;
@@ -57,6 +67,28 @@ pub struct JobSpec {
     pub engine: EngineSection,
     pub checkpoint: CheckpointSection,
     pub observe: ObserveSection,
+}
+
+/// The job's name, seed and output directory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct JobSection {
+    /// Name of the job in status, logs and the run's directory, without `/`. Default: the name of the configuration
+    /// file without its extension.
+    pub name: String,
+    /// Seed of the initial weights, the data order and text sampling. Runs with the same seed and configuration see the
+    /// same data in the same order.
+    pub seed: u64,
+    /// Directory of runs, relative to the working directory. Each run creates `<output>/<name>/<run>` for its
+    /// checkpoints, metrics and logs.
+    pub output: String,
+}
+
+impl Default for JobSection {
+    fn default() -> Self {
+        Self { name: String::new(), seed: 1337, output: "runs".into() }
+    }
 }
 
 impl JobSpec {

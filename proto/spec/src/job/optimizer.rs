@@ -1,5 +1,4 @@
-//! The sections `[muon]` and `[lr_scale]`, and their checks. As in `sections`, doc comments of fields are user
-//! documentation.
+//! The sections `[muon]` and `[lr_scale]`, and their checks.
 
 use serde::{Deserialize, Serialize};
 
