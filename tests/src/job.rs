@@ -132,10 +132,11 @@ impl Job {
         std::fs::canonicalize(&link).unwrap_or(link)
     }
 
-    /// Returns the lines of the newest run's `metrics.jsonl`.
+    /// Returns the lines of the newest run's `metrics.jsonl`, without one that is still being written.
     pub fn metrics(&self) -> Vec<Value> {
         let text = std::fs::read_to_string(self.run_dir().join("metrics.jsonl")).expect("read metrics");
-        text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect()
+        let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+        lines.map(|line| serde_json::from_str(line).expect("a line of JSON")).collect()
     }
 
     /// Returns the loss of every step of the newest run.

@@ -231,7 +231,7 @@ fn flight_recorder_needs_a_directory_for_its_dumps() {
 
 fn rank_under_a_debugger_is_only_reported() {
     let launch = Launch::new();
-    let script = "while [ ! -e hang ]; do echo 1 > $XLAUNCH_HEARTBEAT; sleep 0.1; done; exec sleep 1000";
+    let script = "while :; do echo 1 > $XLAUNCH_HEARTBEAT; [ -e hang ] && exec sleep 1000; sleep 0.1; done";
     let run = launch.spawn_shell(&["--hang-timeout", "2"], 1, script);
     // Other processes of xlaunch have its name until they get their own.
     let worker =
