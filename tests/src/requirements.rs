@@ -198,6 +198,11 @@ pub fn c_compiler() -> Requirement {
     programs(&["cc"])
 }
 
+/// Requires `less`, and Python 3 for the terminal that it runs on.
+pub fn pager() -> Requirement {
+    programs(&["less", "python3"])
+}
+
 /// Requires `strace`, and permission to delay system calls with it.
 pub fn strace() -> Requirement {
     let mut strace = Command::new("strace");

@@ -1,4 +1,5 @@
-//! Standard input of workers: a terminal with job control, pipes and files; descriptors and limits that they inherit.
+//! Standard input of workers: a terminal with job control, pipes and files; output on a terminal; descriptors and
+//! limits that they inherit.
 
 use std::process::Command;
 
@@ -14,6 +15,9 @@ xlaunch_harness::tests! {
     prompt_of_rank_0_is_answered_on_a_terminal,
     preloaded_worker_is_answered_on_a_terminal,
     only_shown_rank_gets_the_terminal,
+    stdout_of_a_single_shown_rank_is_a_terminal_like_xlaunchs_own,
+    line_at_a_prompt_of_a_single_rank_can_be_edited_and_recalled,
+    terminal_is_usable_after_a_worker_is_killed_while_it_reads_keys,
     ctrl_c_at_a_prompt_reaches_every_rank_once,
     ctrl_z_at_a_prompt_suspends_the_job_until_fg,
     worker_that_suspends_itself_on_a_terminal_suspends_the_job,
@@ -22,6 +26,8 @@ xlaunch_harness::tests! {
     password_is_read_without_echo_in_any_rank,
     terminal_is_usable_after_the_launcher_is_killed_at_a_prompt,
     top_shows_running_launches_without_a_daemon;
+    needs requirements::pager:
+    pager_of_a_single_rank_reads_keys;
 }
 
 const ASK: &str = "
@@ -105,6 +111,66 @@ fn only_shown_rank_gets_the_terminal() {
     launch.write("ask.py", &ASK.replace("'0'", "'1'"));
     let steps = [expect("name? "), send("bob\n"), expect("hello bob")];
     launch_on_terminal(&launch, &steps, &["--nproc-per-node", "2", "--local-ranks-filter", "1", "ask.py"]);
+}
+
+fn stdout_of_a_single_shown_rank_is_a_terminal_like_xlaunchs_own() {
+    let launch = Launch::new();
+    let about = "import os\nprint('stdout:', os.get_terminal_size(1) if os.isatty(1) else 'no terminal')\n";
+    launch.write("about.py", about);
+    let size = "os.terminal_size(columns=97, lines=33)";
+    for (arguments, expected) in [
+        ("--log-dir logs", size),
+        ("--preload json", size),
+        ("--nproc-per-node 2 --local-ranks-filter 1", size),
+        ("--nproc-per-node 2", "no terminal"),
+        ("-t 3 --log-dir teed", "no terminal"),
+    ] {
+        let run = format!("stty rows 33 cols 97; $X {arguments} about.py; echo code-$?\n");
+        let steps = [send(&run), expect(&format!("stdout: {expected}\r\n")), expect("code-0")];
+        in_shell(&launch, &steps);
+    }
+    in_shell(&launch, &[send("$X about.py >out; cat out\n"), expect("stdout: no terminal")]);
+    let log = std::fs::read_dir(launch.path().join("logs")).unwrap().next().unwrap().unwrap();
+    let log = std::fs::read_to_string(log.path().join("attempt_0/0/stdout.log")).unwrap();
+    assert_eq!(log, format!("stdout: {size}\n"));
+}
+
+fn pager_of_a_single_rank_reads_keys() {
+    let launch = Launch::new();
+    let steps = [
+        send("stty rows 10; $X -- sh -c 'seq 1 200 | TERM=xterm less'; echo code-$?\n"),
+        expect("9"),
+        send("G"),
+        expect("200"),
+        send("q"),
+        expect("code-0"),
+    ];
+    in_shell(&launch, &steps);
+}
+
+fn line_at_a_prompt_of_a_single_rank_can_be_edited_and_recalled() {
+    let launch = Launch::new();
+    launch.write("debug.py", "breakpoint()\nprint('after')\n");
+    let (backspace, previous) = ("\u{7f}", "\u{10}");
+    let steps = [
+        expect("(Pdb) "),
+        send(&format!("p 40+3{backspace}1\n")),
+        expect("\n41"),
+        expect("(Pdb) "),
+        send(&format!("{previous}1\n")),
+        expect("\n51"),
+        expect("(Pdb) "),
+        send("c\n"),
+        expect("after"),
+    ];
+    launch_on_terminal(&launch, &steps, &["debug.py"]);
+}
+
+fn terminal_is_usable_after_a_worker_is_killed_while_it_reads_keys() {
+    let launch = Launch::new();
+    launch.write("keys.py", "import os, tty\ntty.setraw(0)\nos.kill(os.getpid(), 9)\n");
+    let run = "$X keys.py; stty -a | grep -q -- '-icanon' || echo lines-$((1+1))\n";
+    in_shell(&launch, &[send(run), expect("SIGKILL"), expect("lines-2")]);
 }
 
 fn ctrl_c_at_a_prompt_reaches_every_rank_once() {

@@ -13,6 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
+use xlaunch_host::spawn::output::follow_size;
 
 use super::lines::{Lines, Piece};
 use super::lock;
@@ -36,7 +37,9 @@ pub struct Console {
     pub(super) terminal: bool,
     queue: Mutex<Queue>,
     turn_over: Condvar,
-    output: Mutex<Output>,
+    fd: File,
+    /// The writer of an unfinished line.
+    open: Mutex<Option<u64>>,
     /// Bytes written so far.
     pub(super) written: AtomicU64,
     /// Bytes that could not be written.
@@ -53,13 +56,6 @@ struct Queue {
     now_serving: u64,
 }
 
-#[derive(Debug)]
-struct Output {
-    fd: File,
-    /// The writer of an unfinished line.
-    open: Option<u64>,
-}
-
 impl Console {
     pub(super) fn new(fd: OwnedFd) -> Arc<Self> {
         let terminal = fd.is_terminal();
@@ -67,7 +63,8 @@ impl Console {
             terminal,
             queue: Mutex::default(),
             turn_over: Condvar::new(),
-            output: Mutex::new(Output { fd: fd.into(), open: None }),
+            fd: fd.into(),
+            open: Mutex::default(),
             written: AtomicU64::new(0),
             lost: AtomicU64::new(0),
             reason: OnceLock::new(),
@@ -87,6 +84,11 @@ impl Console {
         Ok([stdout, stderr])
     }
 
+    /// Gives a worker's terminal the size of this one.
+    pub(super) fn resize(&self, workers: &File) {
+        follow_size(workers, &self.fd);
+    }
+
     /// Prints xlaunch's own lines.
     pub(super) fn print(&self, lines: &[u8]) {
         self.write(OWN_WRITER, true, b"", lines);
@@ -94,9 +96,9 @@ impl Console {
 
     /// Ends an unfinished line, so that the next text begins a line even if xlaunch writes it directly.
     pub(super) fn end_line(&self) {
-        self.turn(|output| {
-            if output.open.take().is_some() {
-                self.write_all(output, b"\n");
+        self.turn(|open| {
+            if open.take().is_some() {
+                self.write_all(b"\n");
             }
         });
     }
@@ -104,9 +106,9 @@ impl Console {
     /// Writes `text` in one turn. If `fresh`, the text starts a line, otherwise it continues one. `prefix` precedes it
     /// unless it continues this writer's own unfinished line.
     fn write(&self, writer: u64, fresh: bool, prefix: &[u8], text: &[u8]) {
-        self.turn(|output| {
-            let interrupts = output.open.is_some_and(|open| open != writer);
-            let (lead, text) = if output.open == Some(writer) && !fresh {
+        self.turn(|open| {
+            let interrupts = open.is_some_and(|open| open != writer);
+            let (lead, text) = if *open == Some(writer) && !fresh {
                 (Vec::new(), text)
             } else {
                 line_start(fresh, prefix, text)
@@ -115,23 +117,23 @@ impl Console {
                 return;
             }
             let newline: &[u8] = if interrupts { b"\n" } else { b"" };
-            self.write_all(output, &[newline, &lead].concat());
-            self.write_all(output, text);
-            output.open = (!text.ends_with(b"\n")).then_some(writer);
+            self.write_all(&[newline, &lead].concat());
+            self.write_all(text);
+            *open = (!text.ends_with(b"\n")).then_some(writer);
         });
     }
 
     /// Writes bytes unchanged, in one turn.
     fn pass(&self, writer: u64, bytes: &[u8]) {
-        self.turn(|output| {
-            self.write_all(output, bytes);
-            output.open = (!bytes.ends_with(b"\n")).then_some(writer);
+        self.turn(|open| {
+            self.write_all(bytes);
+            *open = (!bytes.ends_with(b"\n")).then_some(writer);
         });
     }
 
     /// Waits for a turn, and runs `work`. A mutex alone would be unfair: a flooding writer would retake it before the
     /// others wake up.
-    fn turn(&self, work: impl FnOnce(&mut Output)) {
+    fn turn(&self, work: impl FnOnce(&mut Option<u64>)) {
         let mut queue = lock(&self.queue);
         let ticket = queue.next_ticket;
         queue.next_ticket += 1;
@@ -139,16 +141,16 @@ impl Console {
             queue = self.turn_over.wait(queue).unwrap_or_else(std::sync::PoisonError::into_inner);
         }
         drop(queue);
-        work(&mut lock(&self.output));
+        work(&mut lock(&self.open));
         lock(&self.queue).now_serving += 1;
         self.turn_over.notify_all();
     }
 
     /// Writes to the descriptor. Output to a closed console is lost, but the worker continues and the log files are
     /// complete.
-    fn write_all(&self, output: &mut Output, mut bytes: &[u8]) {
+    fn write_all(&self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
-            match output.fd.write(bytes) {
+            match (&self.fd).write(bytes) {
                 Ok(0) => return self.lose(bytes, &ErrorKind::WriteZero.into()),
                 Ok(count) => {
                     bytes = &bytes[count..];
@@ -158,7 +160,7 @@ impl Console {
                 // Another program may have set the shared terminal to non-blocking.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     // If the wait is interrupted or fails, the next write reports the reason.
-                    let _ = poll(&mut [PollFd::new(&output.fd, PollFlags::OUT)], None);
+                    let _ = poll(&mut [PollFd::new(&self.fd, PollFlags::OUT)], None);
                 }
                 Err(error) => return self.lose(bytes, &error),
             }
@@ -268,7 +270,7 @@ impl View {
 
     /// Returns whether the console shows an unfinished line of another writer.
     fn would_interrupt(&self) -> bool {
-        lock(&self.console.output).open.is_some_and(|open| open != self.writer)
+        lock(&self.console.open).is_some_and(|open| open != self.writer)
     }
 
     /// Returns whether an unfinished line is held back.

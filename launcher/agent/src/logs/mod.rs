@@ -163,6 +163,18 @@ impl Output {
         }))))
     }
 
+    /// Returns whether the bytes of a worker's stdout are shown unchanged on a terminal.
+    pub(crate) fn shows_stdout_on_terminal(&self, local_rank: u32) -> bool {
+        let Kind::Command(shared) = &self.kind else { return false };
+        shared.consoles[0].terminal
+            && shows(&shared.options, local_rank, 0)
+            && shared.prefix(self.ranks(local_rank), 0).is_none()
+    }
+
+    fn ranks(&self, local_rank: u32) -> Ranks {
+        Ranks { rank: self.first_rank.load(Ordering::Relaxed) + local_rank, local_rank }
+    }
+
     /// Begins an attempt: the output of workers that start from now on is labelled with ranks counted from
     /// `first_rank`.
     pub(crate) fn begin_attempt(&self, first_rank: u32) {
@@ -182,7 +194,7 @@ impl Output {
         stderr: impl Into<OwnedFd>,
     ) -> std::io::Result<RankOutput> {
         let tail = Arc::new(Tail::default());
-        let ranks = Ranks { rank: self.first_rank.load(Ordering::Relaxed) + local_rank, local_rank };
+        let ranks = self.ranks(local_rank);
         let start = |stream: usize, pipe: OwnedFd, name: &str, tail: Option<Arc<Tail>>| {
             let path = dir.join(name);
             let record = Arc::new(LogRecord::new(&path, Some(ranks.rank)));
@@ -318,9 +330,11 @@ impl Shared {
         if !shows(&self.options, ranks.local_rank, stream) {
             return Shown::Nothing;
         }
-        let console = &self.consoles[stream];
-        let prefix = self.prefix.of(ranks, self.tees(ranks, stream), self.several, console.terminal);
-        Shown::View(View::new(console.clone(), prefix))
+        Shown::View(View::new(self.consoles[stream].clone(), self.prefix(ranks, stream)))
+    }
+
+    fn prefix(&self, ranks: Ranks, stream: usize) -> Option<Vec<u8>> {
+        self.prefix.of(ranks, self.tees(ranks, stream), self.several, self.consoles[stream].terminal)
     }
 }
 

@@ -1,10 +1,11 @@
-//! The thread that moves a worker's output from its pipe to all destinations, until the pipe is closed.
+//! The thread that moves a worker's output from its pipe, or pseudoterminal, to all destinations, until the worker's
+//! end is closed.
 //!
 //! The thread waits only for the disk and for its turn on the console. While it waits, the pipe fills up and the worker
 //! blocks, which bounds the memory used.
 
 use std::fs::File;
-use std::io::{ErrorKind, Read};
+use std::io::{ErrorKind, IsTerminal, Read};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -77,8 +78,9 @@ impl Pump {
         let pipe = Arc::new(File::from(pipe));
         let counts = Arc::new(Counts::default());
         let (source, progress) = (pipe.clone(), counts.clone());
+        let own = console.clone().filter(|_| source.is_terminal());
         std::thread::Builder::new().name("log".into()).spawn(move || {
-            pump(&source, destinations, &progress);
+            pump(&source, destinations, &progress, own.as_deref());
             // The receiver is gone once the job has ended.
             let _ = done.send(());
         })?;
@@ -154,7 +156,8 @@ impl Written {
     }
 }
 
-fn pump(mut pipe: &File, mut destinations: Destinations, counts: &Counts) {
+/// Moves everything. `own` is the terminal whose size the worker's terminal follows.
+fn pump(mut pipe: &File, mut destinations: Destinations, counts: &Counts, own: Option<&Console>) {
     let mut buffer = vec![0; CHUNK_BYTES];
     // The time at which the unfinished line began.
     let mut held: Option<Instant> = None;
@@ -174,6 +177,9 @@ fn pump(mut pipe: &File, mut destinations: Destinations, counts: &Counts) {
             Ok(0) => break,
             Ok(count) => {
                 counts.read.fetch_add(count as u64, Ordering::Relaxed);
+                if let Some(own) = own {
+                    own.resize(pipe);
+                }
                 destinations.feed(&buffer[..count]);
                 counts.moved.fetch_add(count as u64, Ordering::Relaxed);
                 let ended = buffer[..count].contains(&b'\n');

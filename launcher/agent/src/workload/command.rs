@@ -255,7 +255,8 @@ impl Workload for CommandWorkload<'_> {
         command.env(env::HEARTBEAT, files::path(&self.heartbeat_dir(), rank));
         let cpus = self.affinities.get(rank as usize).and_then(Affinity::cpus).copied();
         let inherit_stdin = self.input_rank() == Some(rank) && terminal::offers_stdin();
-        Ok((command, Options { inherit_stdin, cpus, ..Options::default() }))
+        let stdout_is_terminal = self.output.shows_stdout_on_terminal(rank);
+        Ok((command, Options { inherit_stdin, stdout_is_terminal, cpus, ..Options::default() }))
     }
 
     fn preload(&self) -> Option<PreloadPlan> {

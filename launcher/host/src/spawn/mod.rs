@@ -12,6 +12,7 @@
 //! reaper          does the same from another process if xlaunch is killed
 //! children        processes that this process started, and orphans that it adopted
 //! affinity, port, gpu_memory                  prerequisites of a worker's start
+//! output                                      the streams of a worker's output
 //! helper                                      runs a helper program, such as a debugger
 //! terminal                                    terminal input for workers, which are in the background
 //! exit, oom                                   exit status, and OOM kills
@@ -25,6 +26,7 @@ pub mod gpu_memory;
 pub mod helper;
 mod membership;
 mod oom;
+pub mod output;
 pub mod port;
 pub mod process_tree;
 pub mod reaper;
@@ -34,9 +36,10 @@ pub mod terminal;
 #[cfg(test)]
 mod tests;
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::process::{ChildStderr, ChildStdout, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -61,12 +64,12 @@ pub struct Worker {
     pidfd: Arc<OwnedFd>,
 }
 
-/// A started process and its output pipes.
+/// A started process and its output.
 #[derive(Debug)]
 pub struct Spawned {
     pub worker: Worker,
-    pub stdout: ChildStdout,
-    pub stderr: ChildStderr,
+    pub stdout: File,
+    pub stderr: File,
 }
 
 /// Options of a start, in addition to the command.
@@ -74,6 +77,8 @@ pub struct Spawned {
 pub struct Options {
     /// True if the worker gets xlaunch's standard input instead of `/dev/null`.
     pub inherit_stdin: bool,
+    /// True if the worker's stdout is a terminal, because xlaunch's is one and shows its bytes unchanged.
+    pub stdout_is_terminal: bool,
     /// CPUs to bind the worker to; `None` inherits xlaunch's affinity.
     pub cpus: Option<CpuSet>,
     /// True if the worker and its children ignore the signals that stop a job or announce its end. The agent acts on
@@ -127,7 +132,7 @@ impl Spawner {
         Ok(Self { requests })
     }
 
-    /// Starts `command` in its own process group, with its output piped.
+    /// Starts `command` in its own process group.
     pub async fn spawn(&self, command: Command, options: Options) -> std::io::Result<Spawned> {
         let gone = || std::io::Error::other("the spawner thread has ended");
         let (reply, spawned) = oneshot::channel();
@@ -139,7 +144,8 @@ impl Spawner {
 fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     use std::os::unix::process::CommandExt;
     let stdin = if options.inherit_stdin { Stdio::inherit() } else { Stdio::null() };
-    command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    let [stdout, stderr] = options.open_output()?;
+    command.stdin(stdin).stdout(stdout.writer).stderr(stderr.writer).process_group(0);
     sys::die_with_parent(&mut command);
     sys::let_agent_trace(&mut command);
     if options.inherit_stdin {
@@ -155,19 +161,19 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
         sys::inherit(&mut command, fd.clone());
     }
     let mut child = children::spawn(&mut command)?;
-    let (stdout, stderr, pid) = (child.stdout.take(), child.stderr.take(), Pid::from_child(&child));
+    let pid = Pid::from_child(&child);
     // `NONBLOCK` is not used because it needs Linux 5.10.
-    match (stdout, stderr, pidfd_open(pid, PidfdFlags::empty())) {
-        (Some(stdout), Some(stderr), Ok(pidfd)) => {
+    match pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(pidfd) => {
             let worker = Worker { pid: child.id(), pid_typed: pid, pidfd: Arc::new(pidfd) };
-            Ok(Spawned { worker, stdout, stderr })
+            Ok(Spawned { worker, stdout: stdout.reader, stderr: stderr.reader })
         }
-        (_, _, pidfd) => {
+        Err(error) => {
             // A process that cannot be watched must not run. It may have exited already, so errors are ignored.
             let _ = child.kill();
             let _ = child.wait();
             children::forget(child.id());
-            Err(pidfd.err().map_or_else(|| std::io::Error::other("no pipe"), Into::into))
+            Err(error.into())
         }
     }
 }

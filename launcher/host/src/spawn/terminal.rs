@@ -26,7 +26,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
-use rustix::termios::{tcgetpgrp, tcgetsid};
+use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetpgrp, tcgetsid, tcsetattr};
 use tokio::sync::mpsc;
 
 use super::{children, sys};
@@ -51,12 +51,14 @@ pub enum Answer {
     HangUp,
 }
 
-/// Grants the controlling terminal to workers. Dropping this takes the terminal back.
+/// Grants the controlling terminal to workers. Dropping this takes the terminal back, with the modes it had.
 #[derive(Debug)]
 pub struct Terminal {
     relays: BTreeMap<u32, Relay>,
     relayed: mpsc::UnboundedSender<Relayed>,
     grant: Option<Grant>,
+    /// The terminal's modes before the first grant.
+    modes: Option<Termios>,
     duration: Duration,
     /// End of the last grant.
     ended: Option<Instant>,
@@ -80,7 +82,7 @@ pub struct Relayed {
 impl Terminal {
     /// Creates the handle. Signals that reach only a worker during a grant are sent to `relayed`.
     pub fn new(relayed: mpsc::UnboundedSender<Relayed>) -> Self {
-        Self { relays: BTreeMap::new(), relayed, grant: None, duration: MIN_GRANT, ended: None }
+        Self { relays: BTreeMap::new(), relayed, grant: None, modes: None, duration: MIN_GRANT, ended: None }
     }
 
     /// Returns the reaction to a stopped worker, which leads the process group `worker`; `None` without a controlling
@@ -107,6 +109,7 @@ impl Terminal {
         let was_short = self.ended.is_some_and(is_soon);
         self.duration = if was_short { MAX_GRANT.min(2 * self.duration) } else { MIN_GRANT };
         let tty = controlling_terminal()?;
+        self.modes = self.modes.take().or_else(|| tcgetattr(&tty).ok());
         sys::set_foreground(&tty, group)?;
         self.grant = Some(Grant { tty, own, worker: group, until: now + self.duration });
         Ok(kill_process_group(group, Signal::CONT)?)
@@ -131,13 +134,25 @@ impl Terminal {
     /// Takes the terminal back and stops the relays, because the workers are about to be killed.
     pub fn end_attempt(&mut self) {
         self.revoke();
+        self.restore_modes();
         self.relays.clear();
+    }
+
+    /// Sets the modes that the terminal had at first: a worker that is killed at a prompt leaves it without echo.
+    fn restore_modes(&self) {
+        let (Some(modes), Ok(tty)) = (&self.modes, controlling_terminal()) else { return };
+        // A background process would be stopped, and the terminal may be another job's.
+        if tcgetpgrp(&tty).ok() == Process::own().and_then(|own| to_pid(own.group)) {
+            // Fails only if the terminal was hung up.
+            let _ = tcsetattr(&tty, OptionalActions::Now, modes);
+        }
     }
 }
 
 impl Drop for Terminal {
     fn drop(&mut self) {
         self.revoke();
+        self.restore_modes();
     }
 }
 

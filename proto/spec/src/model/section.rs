@@ -1,4 +1,5 @@
-//! The section `[model]`: its keys, and how they become a shape. As in `job`, doc comments of fields are user documentation.
+//! The section `[model]`: its keys, and how they become a shape. As in `job`, doc comments of fields are user
+//! documentation.
 
 use serde::{Deserialize, Serialize};
 

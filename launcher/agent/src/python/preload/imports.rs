@@ -1,9 +1,9 @@
 //! Waits, on a thread of its own, until a preloading process has imported its modules, and collects their output.
 
+use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::process::ChildStderr;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -46,7 +46,7 @@ struct Report {
 /// the end.
 pub(super) fn watch(
     channel: UnixStream,
-    mut stderr: ChildStderr,
+    mut stderr: File,
     pidfd: Arc<OwnedFd>,
     imported: mpsc::UnboundedSender<Imported>,
 ) -> io::Result<()> {
@@ -66,7 +66,7 @@ pub(super) fn watch(
 
 fn wait(
     channel: &UnixStream,
-    stderr: &mut ChildStderr,
+    stderr: &mut File,
     pidfd: &OwnedFd,
     output: &mut Output,
 ) -> Result<Vec<String>, String> {
@@ -102,7 +102,7 @@ fn wait(
 }
 
 /// Reads the available output; false at the end.
-fn read_some(stderr: &mut ChildStderr, output: &mut Output) -> bool {
+fn read_some(stderr: &mut File, output: &mut Output) -> bool {
     let mut buffer = [0; 4096];
     match stderr.read(&mut buffer) {
         Ok(0) => false,

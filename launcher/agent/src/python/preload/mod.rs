@@ -114,9 +114,9 @@ impl Preloader {
         };
         let environment = environment_of(command, base);
         let message = Message::new(command, &self.environment, &environment, options);
-        let inherit_stdin = options.inherit_stdin;
+        let options = options.clone();
         let forked = tokio::task::spawn_blocking(move || {
-            let spawned = fork(&channel, &message, inherit_stdin, cgroup.as_deref());
+            let spawned = fork(&channel, &message, &options, cgroup.as_deref());
             (channel, spawned)
         });
         match forked.await {
@@ -212,17 +212,16 @@ impl Message {
 fn fork(
     channel: &UnixStream,
     message: &Message,
-    inherit_stdin: bool,
+    options: &Options,
     cgroup: Option<&OwnedFd>,
 ) -> io::Result<Spawned> {
     channel.set_read_timeout(Some(FORK_TIMEOUT))?;
     channel.set_write_timeout(Some(FORK_TIMEOUT))?;
-    let (stdout, worker_stdout) = io::pipe()?;
-    let (stderr, worker_stderr) = io::pipe()?;
+    let [stdout, stderr] = options.open_output()?;
     let (wait_end, adopted) = io::pipe()?;
     let (own_stdin, nothing) = (io::stdin(), fs_err::File::open("/dev/null")?);
-    let stdin = if inherit_stdin { own_stdin.as_fd() } else { nothing.file().as_fd() };
-    let descriptors = [stdin, worker_stdout.as_fd(), worker_stderr.as_fd(), wait_end.as_fd()];
+    let stdin = if options.inherit_stdin { own_stdin.as_fd() } else { nothing.file().as_fd() };
+    let descriptors = [stdin, stdout.writer.as_fd(), stderr.writer.as_fd(), wait_end.as_fd()];
     let pid = children::adopt(|| {
         channel::send(channel, message, &descriptors)?;
         match channel::receive(channel)? {
@@ -235,9 +234,7 @@ fn fork(
         }
     })?;
     match release(pid, cgroup, adopted) {
-        Ok(worker) => {
-            Ok(Spawned { worker, stdout: OwnedFd::from(stdout).into(), stderr: OwnedFd::from(stderr).into() })
-        }
+        Ok(worker) => Ok(Spawned { worker, stdout: stdout.reader, stderr: stderr.reader }),
         Err(error) => {
             // The worker exits, and is reaped like any other orphan.
             children::forget(pid);
