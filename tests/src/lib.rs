@@ -27,7 +27,7 @@ pub mod requirements;
 pub mod served;
 mod slurm;
 
-pub use cgroup::MemoryCgroup;
+pub use cgroup::LimitedCgroup;
 pub use freeze::FrozenThread;
 pub use hang::{HangMode, InjectedHang};
 pub use hosts::{Host, Hosts, ProcessInfo, Sshd};

@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use xlaunch_harness::Requirement;
 
 use crate::hosts::sshd_path;
-use crate::{FrozenThread, Hosts, MemoryCgroup, Process, has_program};
+use crate::{FrozenThread, Hosts, LimitedCgroup, Process, has_program};
 
 /// Returns the interpreter for Python scripts.
 pub fn python_path() -> PathBuf {
@@ -219,8 +219,24 @@ pub fn freeze_thread() -> Requirement {
 
 /// Requires a cgroup with a memory limit.
 pub fn memory_cgroup() -> Requirement {
-    let cgroup = MemoryCgroup::new("xlaunch-test-probe", 96 << 20);
+    let cgroup = LimitedCgroup::with_memory("xlaunch-test-probe", 96 << 20);
     cgroup.map(drop).map_err(|error| format!("needs permission to limit memory by cgroup: {error}"))
+}
+
+/// Requires a cgroup with a limit on processes and threads.
+pub fn task_cgroup() -> Requirement {
+    let cgroup = LimitedCgroup::with_tasks("xlaunch-test-probe-tasks", 100);
+    cgroup.map(drop).map_err(|error| format!("needs permission to limit processes by cgroup: {error}"))
+}
+
+/// Requires a cgroup with a limit on processes and threads, and that systemd does not manage the cgroups.
+pub fn task_cgroup_without_systemd() -> Requirement {
+    task_cgroup()?;
+    if Path::new("/run/systemd/system").exists() {
+        Err("needs a host without systemd".into())
+    } else {
+        Ok(())
+    }
 }
 
 /// Requires a terminal around a command.

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::SystemTime;
 
 use xlaunch_host::spawn::{Exit, OomKills};
+use xlaunch_host::task_limit::Reached;
 use xlaunch_proto::v1::StatusReply;
 use xlaunch_spec::exit::ExitCode;
 
@@ -97,6 +98,8 @@ pub struct Evidence {
     pub oom_kills: OomKills,
     /// System error number if the start failed.
     pub spawn_error: Option<i32>,
+    /// The limit that has caused it, if it is known.
+    pub spawn_limit: Option<Reached>,
     /// The program that was started; empty for the built-in trainer.
     pub program: OsString,
     /// The `PATH` that was searched for the program.

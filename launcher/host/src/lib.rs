@@ -8,7 +8,7 @@
 //! - [`libraries`]: CUDA libraries for the workers; [`memory`]: free memory;
 //! - [`clock`]: wall-clock time and time since boot;
 //! - [`naming`], [`escape`], [`redact`]: text from outside, made into file names, safe to print, and free of secrets;
-//! - [`system_errors`]: advice for errors of system calls.
+//! - [`system_errors`]: advice for errors of system calls; [`task_limit`]: the limit that refuses a thread or process.
 //!
 //! This crate never calls CUDA: GPUs and their usage are read through NVML, which is loaded at run time.
 #![deny(unsafe_code)]
@@ -28,3 +28,4 @@ pub mod redact;
 pub mod signals;
 pub mod spawn;
 pub mod system_errors;
+pub mod task_limit;

@@ -4,9 +4,13 @@ use std::io;
 
 use rustix::io::Errno;
 
-/// Advice for the limit on processes, which also counts threads.
-pub const PROCESS_LIMIT_HELP: &str =
-    "raise the limit: ulimit -u, the container's pids limit, or TasksMax of the unit";
+use crate::task_limit::{self, Reached};
+
+/// Explanation of a refused thread or process, where it is not known which limit was reached.
+pub const TASK_LIMIT: &str = "a limit on processes, threads or memory is reached";
+/// Advice for [`TASK_LIMIT`].
+pub const TASK_LIMIT_HELP: &str =
+    "raise it: ulimit -u, ulimit -v, the container's pids limit, or TasksMax of the unit";
 /// Advice for the limit on open files of a process.
 pub const FILE_LIMIT_HELP: &str =
     "xlaunch needs about five files per worker; raise the hard limit: ulimit -Hn, or LimitNOFILE of the unit";
@@ -18,8 +22,11 @@ pub const SYSTEM_CALL_HELP: &str =
 /// Describes an error that occurred while something was started or opened, with advice if the reason is a limit or a
 /// refused call.
 pub fn describe(error: &io::Error) -> String {
+    if let Some(Reached { what, help }) = reached_limit(error) {
+        return format!("{error}: {what}; {help}");
+    }
     let explained = match Errno::from_io_error(error) {
-        Some(Errno::AGAIN) => ("process limit reached", PROCESS_LIMIT_HELP),
+        Some(Errno::AGAIN) => (TASK_LIMIT, TASK_LIMIT_HELP),
         Some(Errno::MFILE) => ("too many open files", FILE_LIMIT_HELP),
         Some(Errno::NFILE) => ("too many open files on this host", "raise fs.file-max: sysctl fs.file-max"),
         Some(Errno::NOMEM) => ("out of memory", "free memory, or raise the memory limit of the container"),
@@ -28,6 +35,12 @@ pub fn describe(error: &io::Error) -> String {
     };
     let (what, help) = explained;
     format!("{error}: {what}; {help}")
+}
+
+/// Returns the limit that has caused this error of starting a thread or process, if it is known.
+pub fn reached_limit(error: &io::Error) -> Option<Reached> {
+    let may_be_limit = matches!(Errno::from_io_error(error), Some(Errno::AGAIN | Errno::NOMEM));
+    may_be_limit.then(task_limit::reached).flatten()
 }
 
 /// Prefixes an error with the operation that failed.

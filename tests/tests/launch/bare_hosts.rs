@@ -4,16 +4,19 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use xlaunch_tests::{Launch, Output, Process, requirements, wait_for, xlaunch_path};
+use xlaunch_tests::{Launch, LimitedCgroup, Output, Process, requirements, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
     open_file_limit_is_named_without_a_panic,
+    address_space_limit_is_named_without_a_panic,
     launch_runs_with_an_empty_or_missing_temporary_directory,
     deleted_run_directory_is_created_again_and_the_job_restarts,
     python_beside_xlaunch_in_a_virtual_environment_runs_scripts;
     needs requirements::python3:
     refused_system_call_is_named_with_the_kernel_that_has_it,
     directories_archives_and_scripts_without_extension_are_launched;
+    needs requirements::task_cgroup:
+    task_limit_of_the_cgroup_is_named_without_a_panic;
     needs requirements::root:
     process_limit_is_named_without_a_panic,
     missing_proc_is_named;
@@ -61,6 +64,43 @@ fn process_limit_is_named_without_a_panic() {
     let status = run(1, &["status"]);
     assert_refused(&status, "no launch of yours is running");
     assert_eq!(run(1, &["env"]).code, 0);
+}
+
+fn task_limit_of_the_cgroup_is_named_without_a_panic() {
+    let launch = Launch::with_program("sh");
+    let run = |limit: u64, words: &[&str]| {
+        let cgroup = LimitedCgroup::with_tasks("xlaunch-test-tasks", limit).unwrap();
+        let enter = format!("echo $$ > {} && exec \"$@\"", cgroup.procs_file().display());
+        launch.run(&[&["-c", &enter, "sh", xlaunch_path().to_str().unwrap()], words].concat())
+    };
+    for limit in [1, 2, 3, 4, 5, 6, 8, 10] {
+        let refused = run(limit, &["--nproc", "2", "--", "true"]);
+        assert_refused(&refused, "pids.max in /sys/fs/cgroup/");
+        assert!(refused.stderr.contains(&format!(" is {limit}, ")), "{limit}: {}", refused.stderr);
+    }
+    // Subcommands that only query start no thread.
+    assert_refused(&run(1, &["status"]), "no launch of yours is running");
+    assert_eq!(run(1, &["env"]).code, 0);
+}
+
+fn address_space_limit_is_named_without_a_panic() {
+    let launch = Launch::with_program("sh");
+    let mut named = 0;
+    // In KiB: from a limit below the size of the program to the first one that suffices.
+    for limit in (24 << 10..1 << 20).step_by(2 << 10) {
+        let enter = format!("ulimit -v {limit} && exec \"$@\"");
+        let run = launch.run(&["-c", &enter, "sh", xlaunch_path().to_str().unwrap(), "--", "true"]);
+        // Libraries may also run out of memory in ways of their own.
+        if run.stderr.contains("Resource temporarily unavailable") {
+            assert_refused(&run, "RLIMIT_AS is ");
+            assert!(run.stderr.contains("ulimit -v"), "{}", run.stderr);
+            named += 1;
+        }
+        if run.code == 0 {
+            break;
+        }
+    }
+    assert!(named > 0, "no limit has stopped a thread");
 }
 
 fn open_file_limit_is_named_without_a_panic() {

@@ -1,7 +1,7 @@
 //! Workers that exhaust resources of the host: memory, and endless output.
 
 use serde_json::Value;
-use xlaunch_tests::{Launch, MemoryCgroup, requirements, wait_for, xlaunch_path};
+use xlaunch_tests::{Launch, LimitedCgroup, requirements, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
     endless_output_of_one_rank_neither_delays_others_nor_fills_memory,
@@ -13,7 +13,7 @@ xlaunch_harness::tests! {
 }
 
 fn oom_kill_is_reported_as_cause() {
-    let cgroup = MemoryCgroup::new("xlaunch-test-oom", 96 << 20).unwrap();
+    let cgroup = LimitedCgroup::with_memory("xlaunch-test-oom", 96 << 20).unwrap();
     let enter = format!("echo $$ > {} && exec \"$@\"", cgroup.procs_file().display());
     let worker = "[ $RANK = 1 ] || exec sleep 1000; exec tail /dev/zero";
     let xlaunch = xlaunch_path().to_str().unwrap();

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use rustix::process::Signal;
 use xlaunch_tests::{
-    Job, MemoryCgroup, Output, Process, children, read_state, requirements, send_signal, suspend, wait_for,
+    Job, LimitedCgroup, Output, Process, children, read_state, requirements, send_signal, suspend, wait_for,
 };
 
 xlaunch_harness::tests! {
@@ -258,7 +258,7 @@ const LARGE: [&str; 8] = [
 
 /// Runs `xlaunch train.toml ARGS` in a cgroup with this limit.
 fn run_limited(job: &Job, name: &str, limit_bytes: u64, args: &[&str]) -> Output {
-    let cgroup = MemoryCgroup::new(&format!("xlaunch-test-{name}"), limit_bytes).unwrap();
+    let cgroup = LimitedCgroup::with_memory(&format!("xlaunch-test-{name}"), limit_bytes).unwrap();
     let command = job.command(&[&["train.toml"], args].concat());
     let mut shell = Command::new("sh");
     let enter = format!("echo $$ > {} && exec \"$@\"", cgroup.procs_file().display());

@@ -16,6 +16,8 @@ use crate::state::{Action, Event};
 use xlaunch_host::doctor;
 use xlaunch_host::spawn::process_tree::ProcessTree;
 use xlaunch_host::spawn::{Exit, Spawned, Worker, gpu_memory};
+use xlaunch_host::system_errors;
+use xlaunch_host::task_limit::Reached;
 
 /// Time to read the remaining output of an exited worker; a process that it started may hold the pipe open.
 const OUTPUT_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
@@ -61,7 +63,7 @@ pub(super) struct WorkerExit {
 }
 
 /// Exit of a worker, or the reason why it did not start.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct WorkerEnd {
     pub(super) exit: Option<Exit>,
     pub(super) time: Option<SystemTime>,
@@ -73,6 +75,8 @@ pub(super) struct WorkerEnd {
     killed_before: bool,
     /// The error number of a failed start.
     pub(super) spawn_error: Option<i32>,
+    /// The limit that has caused it, if it is known.
+    pub(super) spawn_limit: Option<Reached>,
 }
 
 impl Attempt {
@@ -219,9 +223,12 @@ impl Driver<'_> {
             io::ErrorKind::InvalidData => ExitCode::Data,
             _ => ExitCode::WorkerFailed,
         };
+        // Read at once: the limit leaves room as soon as other workers have ended.
+        let limit = system_errors::reached_limit(error);
         let mut actions = Vec::new();
         for rank in self.ranks_of(process) {
-            self.attempt.ends[rank as usize].spawn_error = error.raw_os_error();
+            let end = &mut self.attempt.ends[rank as usize];
+            (end.spawn_error, end.spawn_limit) = (error.raw_os_error(), limit.clone());
             actions.extend(self.decide(Event::SpawnFailed { rank, reason: error.to_string(), exit }));
         }
         actions

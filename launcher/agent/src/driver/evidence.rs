@@ -36,7 +36,7 @@ impl Driver<'_> {
 
     fn evidence(&self, rank: u32) -> Evidence {
         let started = self.attempt.process(rank);
-        let end = self.attempt.ends.get(rank as usize).copied().unwrap_or_default();
+        let end = self.attempt.ends.get(rank as usize).cloned().unwrap_or_default();
         let program = self.workload.program();
         let rank_dir = rank_dir(&self.run.logs, self.attempt.number, rank);
         let hang_file = rank_dir.join(HANG_FILE);
@@ -60,6 +60,7 @@ impl Driver<'_> {
             hang_file: hang_file.exists().then_some(hang_file),
             oom_kills: oom_kills.unwrap_or_default(),
             spawn_error: end.spawn_error,
+            spawn_limit: end.spawn_limit,
             program: program.map(OsStr::to_owned).unwrap_or_default(),
             search_path: self.workload.base_environment().get("PATH").unwrap_or_default(),
         }

@@ -8,7 +8,8 @@ use rustix::io::Errno;
 use super::python::{self, Exception};
 use super::{Evidence, escaped};
 use xlaunch_host::spawn::{Exit, OomKills};
-use xlaunch_host::system_errors::{FILE_LIMIT_HELP, PROCESS_LIMIT_HELP, SYSTEM_CALL_HELP};
+use xlaunch_host::system_errors::{FILE_LIMIT_HELP, SYSTEM_CALL_HELP, TASK_LIMIT, TASK_LIMIT_HELP};
+use xlaunch_host::task_limit::Reached;
 
 /// Prefix of the message of an uncaught C++ exception.
 const CPP_WHAT: &str = "what():  ";
@@ -127,6 +128,9 @@ pub(super) fn cause_of_root(evidence: &Evidence) -> Option<Cause> {
 fn not_started(error: i32, evidence: &Evidence) -> Option<Cause> {
     let program = evidence.program.to_string_lossy();
     let path = evidence.search_path.to_string_lossy();
+    if let Some(Reached { what, help }) = &evidence.spawn_limit {
+        return Some(Cause::new(what).with_help(help));
+    }
     let cause = match Errno::from_raw_os_error(error) {
         Errno::NOENT if program.contains('/') => {
             Cause::new(format!("file `{program}` not found, or the interpreter in its first line is missing"))
@@ -140,7 +144,7 @@ fn not_started(error: i32, evidence: &Evidence) -> Option<Cause> {
             "a script needs #! in its first line; a binary must be built for this CPU architecture",
         ),
         Errno::TOOBIG => Cause::new("arguments and environment are too long for the system"),
-        Errno::AGAIN => Cause::new("process limit reached").with_help(PROCESS_LIMIT_HELP),
+        Errno::AGAIN => Cause::new(TASK_LIMIT).with_help(TASK_LIMIT_HELP),
         Errno::MFILE => Cause::new("too many open files").with_help(FILE_LIMIT_HELP),
         Errno::PERM | Errno::NOSYS => {
             Cause::new("perhaps a system call was refused").with_help(SYSTEM_CALL_HELP)
@@ -265,7 +269,7 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
             "a rank may hang, have exited, or have called another collective: compare the last lines of all ranks",
         )
     } else if has(&THREAD_REFUSED) {
-        Cause::new(format!("process limit reached: {}", whole.what)).with_help(PROCESS_LIMIT_HELP)
+        Cause::new(format!("{TASK_LIMIT}: {}", whole.what)).with_help(TASK_LIMIT_HELP)
     } else if has(&["Too many open files", "(os error 24)"]) {
         whole.with_help(FILE_LIMIT_HELP)
     } else if has(&["CUDA error: "]) {

@@ -24,7 +24,8 @@ impl PrepareError {
 
     pub(crate) fn no_thread(error: &io::Error) -> Self {
         Self::Usage(format!(
-            "failed to start a thread: {error}\nhelp: raise the limit on processes: ulimit -u"
+            "failed to start a thread: {error}\nhelp: raise the limit on processes (ulimit -u, the container's pids \
+             limit) or on memory (ulimit -v)"
         ))
     }
 

@@ -193,6 +193,10 @@ fn programs_that_cannot_be_started() {
     assert_eq!(file, "file `./run.sh` not found, or the interpreter in its first line is missing");
     assert!(failed(Errno::ACCESS, "./run.sh").1.starts_with("chmod +x ./run.sh"));
     assert_eq!(failed(Errno::NOEXEC, "./a").0, "`./a` is not an executable for this machine");
+    let limit = Reached { what: "pids.max is 4".into(), help: "raise it".into() };
+    let spawn_error = Some(Errno::AGAIN.raw_os_error());
+    let refused = Evidence { spawn_error, spawn_limit: Some(limit), ..Evidence::default() };
+    assert_eq!(of(&refused), ("pids.max is 4".into(), "raise it".into()));
 }
 
 #[test]
