@@ -48,7 +48,13 @@ pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> Work {
         program.into_iter().chain(spec.argv.iter().skip(1).map(OsString::as_os_str)).collect();
     let text = quote_line(redact::words(words.iter().copied()).iter().map(OsString::as_os_str));
     let rules = command_rules(spec, group);
-    let common = format!("{}\0{}\0{rules:?}", quote_line(words), spec.role);
+    // A script that came through a pipe is a file of this process, so its path differs between nodes.
+    let own_files = format!("/proc/{}/fd/", std::process::id());
+    let shared = words.iter().map(|word| match word.to_str() {
+        Some(text) if text.starts_with(&own_files) => OsStr::new("-"),
+        _ => *word,
+    });
+    let common = format!("{}\0{}\0{rules:?}", quote_line(shared), spec.role);
     let run_id = group.map_or_else(|| spec.run_id.clone(), |group| group.run_id.clone());
     let digest = Digest::of(common.as_bytes()).0.to_vec();
     let role = ("--role".to_owned(), spec.role.clone());
@@ -145,6 +151,13 @@ mod tests {
         let mut spec = command("train");
         spec.argv.extend(arguments.iter().map(OsString::from));
         of_command(&spec, None)
+    }
+
+    #[test]
+    fn script_from_a_pipe_is_the_same_on_all_nodes() {
+        let own_file = |number: u32| format!("/proc/{}/fd/{number}", std::process::id());
+        assert_eq!(work(&[&own_file(7)]).digest, work(&[&own_file(8)]).digest);
+        assert_ne!(work(&["/proc/self/fd/7"]).digest, work(&["/proc/self/fd/8"]).digest);
     }
 
     #[test]

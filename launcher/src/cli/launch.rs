@@ -9,6 +9,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 
 use super::output::print_end;
+use super::piped_script;
 use super::resume;
 use crate::console::print_line;
 use crate::error_file;
@@ -353,9 +354,14 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
         Err(refusal) => return refuse(&refusal),
     };
     let resolving = off_this_thread(move || {
-        resolved_command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect)
+        let mut spec = spec;
+        let script = piped_script::read(&mut spec)?;
+        let command = resolved_command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect)?;
+        let name = script.as_ref().map_or(command.name.clone(), |script| script.name.to_owned());
+        Ok((ResolvedCommand { name, ..command }, script))
     });
-    let command = match signals.unless_stopped(AT_START, notify, resolving).await {
+    // The workers read the script for as long as it is in scope.
+    let (command, _script) = match signals.unless_stopped(AT_START, notify, resolving).await {
         Ok(command) => command,
         Err(refusal) => return refuse(&refusal),
     };

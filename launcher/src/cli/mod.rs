@@ -42,6 +42,7 @@ mod libraries;
 mod logs;
 mod node;
 mod output;
+mod piped_script;
 mod remote;
 mod rendezvous;
 mod report;

@@ -20,6 +20,7 @@ use xlaunch_spec::exit::ExitCode;
 
 use super::launch;
 use super::output::{QueryError, print, print_note};
+use super::piped_script;
 use super::scheduling::Scheduling;
 use super::torchrun::{self, Name, Request, Scope};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
@@ -168,6 +169,13 @@ fn work(target: &[OsString], environment: &dyn Fn(&str) -> Option<OsString>) -> 
         Request::Text(text) => Parsed::Text(text),
         Request::Trainer(launch, _) => {
             Parsed::Work(Work::TrainerSpecJson(launch::load(&launch, xlaunch_worker::fill_in)?.to_json()))
+        }
+        Request::Command(spec, _) if piped_script::is_used_by(&spec.program) => {
+            let script = spec.program.target().display();
+            let message = format!(
+                "{script}: a job cannot read its script from standard input or a pipe: save it to a file"
+            );
+            return Err(Refusal::new(ExitCode::Usage, message));
         }
         Request::Command(spec, _) => {
             resolved_command::check_script(&spec.program, environment)?;
@@ -338,6 +346,7 @@ mod tests {
             ("--nnodes 1:4 x.toml", "--nnodes 1:4: the daemon runs jobs on one node"),
             ("--nproc 2 nosuch.py --lr 3", "nosuch.py: no such file"),
             ("a", "-- a"),
+            ("--nproc 2 - --lr 3", "-: a job cannot read its script from standard input or a pipe"),
             ("--nproc 2 --name x -- a", "--name is an option of `submit` itself"),
         ] {
             let refusal = work(&words(line), &|_| None).unwrap_err();

@@ -14,7 +14,8 @@ xlaunch_harness::tests! {
     python_beside_xlaunch_in_a_virtual_environment_runs_scripts;
     needs requirements::python3:
     refused_system_call_is_named_with_the_kernel_that_has_it,
-    directories_archives_and_scripts_without_extension_are_launched;
+    directories_archives_and_scripts_without_extension_are_launched,
+    script_from_a_pipe_runs_on_every_rank_and_after_a_restart;
     needs requirements::task_cgroup:
     task_limit_of_the_cgroup_is_named_without_a_panic;
     needs requirements::root:
@@ -207,4 +208,31 @@ fn directories_archives_and_scripts_without_extension_are_launched() {
         let run = launch.run(&[target, "5"]);
         assert_eq!((run.code, run.stdout.as_str()), (0, expected), "{target}: {}", run.stderr);
     }
+}
+
+fn script_from_a_pipe_runs_on_every_rank_and_after_a_restart() {
+    // Imports a module of the working directory. The first attempt fails when both ranks have printed.
+    const SCRIPT: &str = "\
+import os, sys, time, helper
+attempt, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], int(os.environ['RANK'])
+print(helper.WORD, attempt, rank)
+file = lambda rank: sys.argv[1] + attempt + str(rank)
+open(file(rank), 'w')
+while not os.path.exists(file(1 - rank)):
+    time.sleep(0.01)
+sys.exit(attempt == '0')
+";
+    let launch = Launch::with_program("bash");
+    launch.write("helper.py", "WORD = 'imported'\n");
+    launch.write("script", SCRIPT);
+    let xlaunch = xlaunch_path().display();
+    for target in ["- a < script", "/dev/stdin b < script", "- c < <(cat script)", "<(cat script) d"] {
+        let run = launch.run(&["-c", &format!("{xlaunch} --nproc 2 --max-restarts 1 {target}")]);
+        assert_eq!(run.code, 0, "{target}: {}", run.stderr);
+        for line in ["imported 0 0\n", "imported 0 1\n", "imported 1 0\n", "imported 1 1\n"] {
+            assert_eq!(run.stdout.matches(line).count(), 1, "{target}: {}", run.stdout);
+        }
+    }
+    let run = launch.run(&["-c", &format!("{xlaunch} - < /dev/null")]);
+    assert_eq!((run.code, run.stderr.as_str()), (2, "error: -: the script is empty\n"));
 }

@@ -34,6 +34,7 @@ use xlaunch_spec::exit::ExitCode;
 use super::engine::Sourced;
 use super::launch::Launch;
 use super::output::print_note;
+use super::piped_script;
 use crate::ssh::plan::SshLaunch;
 pub(super) use group::{DYNAMIC_PORT, Group, Scope, Settings};
 pub(super) use help::arguments;
@@ -119,7 +120,12 @@ fn request(
             Hosts::Others(launch) => {
                 // Parse the rest here as well, so that a mistake is reported once instead of by every host.
                 let here = Scope::Nodes(&|| Ok(None));
-                request(name, &launch.arguments, &|_| None, here).map(|_| Request::Ssh(Box::new(launch)))
+                match request(name, &launch.arguments, &|_| None, here)? {
+                    Request::Command(spec, _) if piped_script::is_used_by(&spec.program) => {
+                        Err(format!("{}: {PIPE_OF_THIS_HOST}", spec.program.target().display()))
+                    }
+                    _ => Ok(Request::Ssh(Box::new(launch))),
+                }
             }
             Hosts::This(arguments) => request(name, &arguments, environment, scope),
         };
@@ -184,7 +190,10 @@ pub(super) fn print_unused_flags(name: Name, arguments: &[OsString]) {
 
 /// Returns whether a target without `--` is something that Python runs, or a flag says what it is.
 fn is_for_python(reader: &Reader<'_>, argv: &[OsString]) -> Result<bool, String> {
-    let is_script = argv.first().is_some_and(|script| script::is_python(Path::new(script)));
+    let is_script = argv.first().map(Path::new).is_some_and(|script| {
+        // What comes through a pipe cannot be inspected.
+        piped_script::is_piped(script) || script::is_python(script)
+    });
     Ok(is_script || reader.is_set("module")? || reader.is_set("no-python")? || reader.is_set("run-path")?)
 }
 
@@ -208,6 +217,10 @@ fn not_a_script(argv: &[OsString]) -> String {
         None => format!("{script} is neither a Python script nor a .toml file: {others}"),
     }
 }
+
+/// The reason why a script that comes through a pipe cannot be launched on other hosts.
+const PIPE_OF_THIS_HOST: &str =
+    "other hosts cannot read a script from standard input or a pipe: save it to a file that all hosts have";
 
 fn nothing_to_launch(name: Name) -> String {
     match name {

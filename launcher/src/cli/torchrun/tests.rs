@@ -82,6 +82,13 @@ fn target_is_a_script_a_module_or_a_program() {
             "{line}"
         );
     }
+    for line in [["-", "b"], ["/dev/stdin", "b"], ["/dev/fd/0", "b"]] {
+        let request = ask(Name::Xlaunch, &line, &[]);
+        assert!(
+            matches!(&request, Ok(Request::Command(spec, None)) if matches!(spec.program, Program::Script(_))),
+            "{request:?}"
+        );
+    }
     // torchrun passes every target to Python.
     for line in [["a.toml", "b"], ["status", "b"], ["--", "a"]] {
         let request = ask(Name::Torchrun, &line, &[]);
@@ -223,6 +230,7 @@ fn invalid_values_are_refused_with_what_was_expected() {
         ("--nproc 2 stauts 7", "did you mean `xlaunch status`?"),
         ("train t.toml", "training needs no subcommand: `xlaunch t.toml`; `xlaunch -- train` runs a program"),
         ("train --resume", "training needs no subcommand: `xlaunch CONFIG.toml`"),
+        ("--hosts a,b - x", "-: other hosts cannot read a script from standard input or a pipe"),
         ("sleep 5", "sleep is neither a Python script nor a .toml file"),
         ("", "nothing to launch"),
         ("--standalone", "nothing to launch"),
