@@ -197,22 +197,27 @@ impl JobDirs {
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// Reads the facts that the job's directory shows; `None` if the directory is incomplete.
+    /// Reads the facts that the job's directory shows. `None` if the directory is incomplete, unless the recorded agent
+    /// runs.
     pub(crate) fn found(&self, job: u64) -> Option<FoundDir> {
         // The user owns this directory but cannot replace it, because it is in a directory of the daemon.
-        let agent = fs_err::symlink_metadata(self.agent(job)).ok().filter(std::fs::Metadata::is_dir)?;
+        let dir = fs_err::symlink_metadata(self.agent(job)).ok().filter(std::fs::Metadata::is_dir);
+        let agent = self.newest_agent(job);
+        let of_process = || agent.as_ref()?.process.as_ref()?.owner();
+        let (uid, gid) = dir.map(|dir| (dir.uid(), dir.gid())).or_else(of_process)?;
         let description = fs_err::read(self.job(job).join("job.json")).ok();
-        Some(FoundDir {
-            uid: agent.uid(),
-            gid: agent.gid(),
-            description: description.and_then(|bytes| serde_json::from_slice(&bytes).ok()),
-            agent: self.newest_agent(job),
-        })
+        let description = description.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        Some(FoundDir { uid, gid, description, agent })
     }
 
     /// Returns whether the agent of this start has received its description.
     pub(crate) fn has_begun(&self, job: u64, start: u32) -> bool {
         self.agent(job).join(begun(start)).symlink_metadata().is_ok()
+    }
+
+    /// Returns whether the files of the job's agent have been removed, so that they do not show what it did.
+    pub(crate) fn are_gone(&self, job: u64) -> bool {
+        self.agent(job).symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
     }
 
     /// Reads the result of a job, if its agent has written one.

@@ -3,11 +3,12 @@
 use std::os::unix::fs::PermissionsExt;
 
 use rustix::process::Signal;
-use xlaunch_tests::{Node, Process};
+use xlaunch_tests::{Node, Process, wait_for};
 
 xlaunch_harness::tests! {
     zeroed_journal_deletes_nothing_and_running_job_can_be_cancelled,
     flipped_bit_in_a_submission_deletes_nothing,
+    job_whose_files_were_removed_is_shown_as_running_until_it_ends,
     journal_in_a_directory_that_was_open_to_all_users_is_refused;
 }
 
@@ -59,6 +60,32 @@ fn flipped_bit_in_a_submission_deletes_nothing() {
     node.write("end", "");
     assert_eq!(node.wait(running, "failed")["exit_code"], 3);
     assert_eq!(node.run(&["logs", &running.to_string()]).stdout, "begins\n");
+}
+
+fn job_whose_files_were_removed_is_shown_as_running_until_it_ends() {
+    let mut node = Node::new("");
+    let jobs = ["one", "other"].map(|name| {
+        let script = format!("touch {name}.up; while ! [ -e {name} ]; do sleep 0.02; done");
+        let job = node.submit_shell(&script);
+        // By then the agent has created its files.
+        wait_for("the worker", || node.path().join(format!("{name}.up")).exists().then_some(()));
+        node.wait(job, "running");
+        job
+    });
+    let files = node.state_dir().join("jobs");
+    damage(&mut node, |bytes| {
+        bytes.fill(0);
+        // Only the daemon's record of the agent remains.
+        for job in jobs {
+            std::fs::remove_dir_all(files.join(job.to_string()).join("agent")).unwrap();
+        }
+    });
+    jobs.iter().for_each(|job| drop(node.wait(*job, "running")));
+    node.write("one", "");
+    let lost = node.wait(jobs[0], "lost");
+    assert!(lost["reason"].as_str().unwrap().contains("files were removed"), "{lost}");
+    assert_eq!(node.run(&["cancel", "--force", &jobs[1].to_string()]).code, 0);
+    node.wait(jobs[1], "cancelled");
 }
 
 fn journal_in_a_directory_that_was_open_to_all_users_is_refused() {

@@ -250,7 +250,11 @@ impl Follower {
 
     /// Sends the description, if there is one, and waits until the agent has begun. Returns the reason if it has not,
     /// in which case it is about to exit.
+    ///
+    /// An adopted agent gets no description any more. One that lives on has therefore begun, even if the file that
+    /// shows it was removed.
     async fn begin(&self, agent: &Agent, input: Option<Input>) -> Option<String> {
+        let is_adopted = input.is_none();
         let send = async {
             if let Some((mut pipe, description)) = input {
                 // The agent may have exited, which is noticed below.
@@ -270,6 +274,11 @@ impl Follower {
                 () = &mut send => None,
             };
             if self.has_begun() {
+                return None;
+            }
+            if is_adopted && (self.dirs.are_gone(self.job_start.job) || Instant::now() > deadline) {
+                let job = self.job_start.job;
+                warn!(job, "job {job} runs, but its files were removed: its output and result are lost");
                 return None;
             }
             if failure.is_some() {
@@ -388,6 +397,10 @@ impl Follower {
         let result = self.dirs.result(self.job_start.job, self.job_start.uid);
         match result.filter(|result| result.start == self.job_start.start) {
             Some(result) => AgentEvent::Ended(result, usage),
+            None if self.dirs.are_gone(self.job_start.job) => AgentEvent::Lost(
+                "its files were removed while it ran, so its result is unknown".into(),
+                usage,
+            ),
             None => AgentEvent::Lost("its agent exited without a result".into(), usage),
         }
     }
@@ -467,20 +480,16 @@ impl Client {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::agents::process::AgentProcess;
 
-    /// Tests the case that the account of the job's user was removed and its id given to another user.
-    #[tokio::test(flavor = "multi_thread")]
-    async fn job_does_not_start_as_another_user_who_got_the_user_id() {
-        let state = tempfile::tempdir().unwrap();
-        let dirs = JobDirs::open(state.path()).unwrap();
-        let (events, mut received) = mpsc::channel(8);
-        let job_start = JobStart {
+    fn job_start(user: &str) -> JobStart {
+        JobStart {
             job: 1,
             start: 1,
             at: 5,
             name: "n".into(),
             uid: rustix::process::getuid().as_raw(),
-            user: "removed-user".into(),
+            user: user.into(),
             options: StartOptions::default(),
             gpu_nodes: None,
             shutdown_timeout: Duration::ZERO,
@@ -488,12 +497,48 @@ mod tests {
             cpus: None,
             memory: None,
             max_tasks: 1000,
-        };
+        }
+    }
+
+    /// Tests the case that the account of the job's user was removed and its id given to another user.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn job_does_not_start_as_another_user_who_got_the_user_id() {
+        let state = tempfile::tempdir().unwrap();
+        let dirs = JobDirs::open(state.path()).unwrap();
+        let (events, mut received) = mpsc::channel(8);
         let (starter, hooks) = (Arc::new(AgentStarter::Detached), Arc::default());
         let setup = FollowSetup { dirs, starter, hooks, events };
         let (stop, warning) = (watch::Sender::new(Stop::No), watch::Sender::new(None));
-        follow(job_start, true, setup, stop.subscribe(), warning.subscribe()).await;
+        follow(job_start("removed-user"), true, setup, stop.subscribe(), warning.subscribe()).await;
         let Some((1, AgentEvent::NotStarted(Some(reason)))) = received.recv().await else { panic!() };
         assert!(reason.contains("belonged to `removed-user`") || reason.contains("no account"), "{reason}");
+    }
+
+    /// Tests a unit that is found in systemd's list after journal and files were lost.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn adopted_job_without_files_runs_until_its_agent_ends() {
+        let state = tempfile::tempdir().unwrap();
+        let dirs = JobDirs::open(state.path()).unwrap();
+        let (events, mut received) = mpsc::channel(8);
+        let (stop, warning) = (watch::Sender::new(Stop::No), watch::Sender::new(None));
+        let follower = Follower {
+            job_start: job_start(""),
+            dirs,
+            starter: Arc::new(AgentStarter::Detached),
+            hooks: Arc::default(),
+            events,
+            stop: stop.subscribe(),
+            warning: warning.subscribe(),
+        };
+        let mut child = tokio::process::Command::new("sleep").arg("1000").kill_on_drop(true).spawn().unwrap();
+        let agent = Agent::Process(AgentProcess::of_child(child.id().unwrap()).unwrap());
+        let begun = timeout(BEGIN_TIMEOUT / 2, follower.begin(&agent, None)).await;
+        assert_eq!(begun, Ok(None), "it is not shown as starting, and not killed");
+        let (last, ()) = tokio::join!(follower.watch(agent, None), async {
+            assert_eq!(received.recv().await, Some((1, AgentEvent::Started)));
+            child.kill().await.unwrap();
+        });
+        let AgentEvent::Lost(reason, None) = last else { panic!("{last:?}") };
+        assert!(reason.contains("files were removed"), "{reason}");
     }
 }

@@ -1,9 +1,11 @@
 //! The contents of the files: what the daemon tells an agent, what an agent reports, and what the daemon notes for its
 //! successor.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use xlaunch_host::process::Process;
 use xlaunch_proto::convert::node::Work;
 
 use crate::state::Usage;
@@ -68,6 +70,16 @@ pub struct ProcessId {
     pub started: u64,
     /// [`boot_id`](crate::boot_id) at the start of the process.
     pub boot: String,
+}
+
+impl ProcessId {
+    /// Returns the user and group of the process, if it runs.
+    pub(super) fn owner(&self) -> Option<(u32, u32)> {
+        let found = fs_err::metadata(format!("/proc/{}", self.pid)).ok()?;
+        let process = Process::read(self.pid)?;
+        let is_same = self.boot == crate::boot_id() && process.started == self.started && !process.ended();
+        is_same.then(|| (found.uid(), found.gid()))
+    }
 }
 
 /// Outcome of a job, as reported by its agent.

@@ -69,6 +69,14 @@ fn directory_describes_a_job_missing_in_the_journal() {
     assert_eq!(dirs.found(1).unwrap().agent.map(|agent| (agent.start, agent.boot)), Some((3, String::new())));
     dirs.remove_submission(1).unwrap();
     assert_eq!(dirs.found(1).unwrap().description, None);
+    // Without the user's part of the directory, the recorded process shows whose job it is.
+    fs_err::remove_dir_all(dirs.agent(1)).unwrap();
+    assert_eq!((dirs.found(1), dirs.are_gone(1)), (None, true));
+    let (pid, started) = (std::process::id(), xlaunch_host::process::Process::own().unwrap().started);
+    let process = Some(ProcessId { pid, started, boot: crate::boot_id() });
+    let (user, gpus, boot) = (String::new(), Vec::new(), crate::boot_id());
+    dirs.record_agent(1, &AgentRecord { start: 1, process, user, gpus, boot, at: 0 }).unwrap();
+    assert_eq!(dirs.found(1).map(|found| (found.uid, found.gid)), Some((uid, gid)));
 }
 
 #[test]
