@@ -16,10 +16,11 @@ mod load;
 mod page;
 mod restarts;
 mod scheduling;
+mod task_limit;
 mod users;
 
 xlaunch_harness::suite! {
     threads_per_core 3;
     modules crashes, damage, examinations, full_disk, gpus, history, hooks, hostile, hostile_actions, jobs, load, page,
-        restarts, scheduling, users;
+        restarts, scheduling, task_limit, users;
 }

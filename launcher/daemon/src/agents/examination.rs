@@ -51,7 +51,7 @@ impl AgentStarter {
             errors: theirs_err.into_blocking_fd()?,
         };
         let process = match self {
-            Self::Detached => start_detached(start, stdio).map(Agent::Process)?,
+            Self::Detached(_) => start_detached(start, stdio).map(Agent::Process)?,
             Self::Systemd(bus) => {
                 Unit::start_doctor(bus, start, stdio).await.map(Agent::Unit).map_err(io::Error::other)?
             }

@@ -506,7 +506,7 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         let (events, mut received) = mpsc::channel(8);
-        let (starter, hooks) = (Arc::new(AgentStarter::Detached), Arc::default());
+        let (starter, hooks) = (Arc::new(AgentStarter::Detached(None)), Arc::default());
         let setup = FollowSetup { dirs, starter, hooks, events };
         let (stop, warning) = (watch::Sender::new(Stop::No), watch::Sender::new(None));
         follow(job_start("removed-user"), true, setup, stop.subscribe(), warning.subscribe()).await;
@@ -524,7 +524,7 @@ mod tests {
         let follower = Follower {
             job_start: job_start(""),
             dirs,
-            starter: Arc::new(AgentStarter::Detached),
+            starter: Arc::new(AgentStarter::Detached(None)),
             hooks: Arc::default(),
             events,
             stop: stop.subscribe(),

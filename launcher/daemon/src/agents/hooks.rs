@@ -166,7 +166,7 @@ impl HooksSection {
             timeout: self.timeout.0,
         };
         match starter {
-            AgentStarter::Detached => run_detached(&hook).await,
+            AgentStarter::Detached(_) => run_detached(&hook).await,
             AgentStarter::Systemd(bus) => {
                 let done = Unit::run_hook(bus, &hook).await;
                 done.unwrap_or_else(|error| Err(format!("failed to start: {error}")))
@@ -240,7 +240,7 @@ mod tests {
         std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
         let hooks = HooksSection { on_end: Some(program), timeout: Span(timeout), ..HooksSection::default() };
         let hooks = HooksSection { on_end_as: RunAs::Root, ..hooks };
-        hooks.run(Moment::OnEnd, &ended(), &AgentStarter::Detached).await
+        hooks.run(Moment::OnEnd, &ended(), &AgentStarter::Detached(None)).await
     }
 
     #[tokio::test(flavor = "multi_thread")]
@@ -258,7 +258,7 @@ mod tests {
         let slow = run("sleep 1000", Duration::from_millis(50)).await.unwrap_err();
         assert!(slow.starts_with("the node's on_end took longer than"), "{slow}");
         let hooks = HooksSection { prolog: Some("/no/such".into()), ..HooksSection::default() };
-        let missing = hooks.run(Moment::Prolog, &ended(), &AgentStarter::Detached).await.unwrap_err();
+        let missing = hooks.run(Moment::Prolog, &ended(), &AgentStarter::Detached(None)).await.unwrap_err();
         assert!(missing.contains("failed to start: /no/such"), "{missing}");
     }
 
@@ -269,7 +269,7 @@ mod tests {
         std::fs::write(&program, format!("#!/bin/sh\ntouch {}\n", ran.display())).unwrap();
         std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o777)).unwrap();
         let hooks = HooksSection { prolog: Some(program), ..HooksSection::default() };
-        let refused = hooks.run(Moment::Prolog, &ended(), &AgentStarter::Detached).await.unwrap_err();
+        let refused = hooks.run(Moment::Prolog, &ended(), &AgentStarter::Detached(None)).await.unwrap_err();
         assert!(refused.contains("can be changed by other users") && !ran.exists(), "{refused}");
     }
 }

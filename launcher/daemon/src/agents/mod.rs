@@ -12,7 +12,7 @@
 //! unit, or from its process through a pidfd, and never from anything that its user can write.
 //!
 //! - [`follow`]: the task that follows one start of a job; [`connect`]: connections to agents;
-//! - `process`, `unit`: an agent as a detached process, or as a systemd unit;
+//! - `process`, `unit`: an agent as a detached process, or as a systemd unit; [`task_cgroup`]: limits of the former;
 //! - [`start`]: processes of the daemon itself, which are [`hooks`] and [`examination`].
 
 pub(crate) mod connect;
@@ -21,6 +21,7 @@ pub(crate) mod follow;
 pub(crate) mod hooks;
 mod process;
 pub(crate) mod start;
+pub(crate) mod task_cgroup;
 mod unit;
 
 use std::ffi::CString;
@@ -32,8 +33,10 @@ use std::time::Duration;
 
 use nix::unistd;
 use tokio::net::unix::pipe;
+use tracing::warn;
 
 use self::process::AgentProcess;
+use self::task_cgroup::{JobCgroup, TaskCgroups};
 use self::unit::Unit;
 use crate::files::{AgentRecord, JobDirs};
 use crate::state::Usage;
@@ -47,8 +50,8 @@ const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 /// Starts agents.
 #[derive(Clone, Debug)]
 pub(crate) enum AgentStarter {
-    /// Agents are processes in sessions of their own.
-    Detached,
+    /// Agents are processes in sessions of their own, and in cgroups if those can limit the number of processes.
+    Detached(Option<TaskCgroups>),
     /// Agents are transient units, managed through this connection to the system bus.
     Systemd(zbus::Connection),
 }
@@ -102,7 +105,10 @@ impl AgentStarter {
         let (sender, receiver) = pipe::pipe()?;
         let input = receiver.into_blocking_fd()?;
         let agent = match self {
-            Self::Detached => start_detached(start, input.into()).map(Agent::Process)?,
+            Self::Detached(cgroups) => {
+                let cgroup = cgroups.as_ref().and_then(|it| it.create(start.job, start.max_tasks));
+                start_detached(start, input.into(), cgroup).map(Agent::Process)?
+            }
             Self::Systemd(bus) => {
                 Unit::start(bus, start, input).await.map(Agent::Unit).map_err(io::Error::other)?
             }
@@ -121,7 +127,7 @@ impl AgentStarter {
                 let unit = Unit::find(bus, job).await.map_err(io::Error::other)?;
                 Ok(unit.map(Agent::Unit))
             }
-            (Self::Detached, None) => Ok(None),
+            (Self::Detached(_), None) => Ok(None),
         }
     }
 }
@@ -134,7 +140,7 @@ impl AgentStarter {
     /// The system manager does not respond, so the state is unknown.
     pub(crate) async fn running_units(&self, dirs: &JobDirs) -> io::Result<Vec<(u64, u32)>> {
         match self {
-            Self::Detached => Ok(Vec::new()),
+            Self::Detached(_) => Ok(Vec::new()),
             Self::Systemd(bus) => unit::running(bus, |job| dirs.agent(job))
                 .await
                 .map_err(|error| io::Error::other(format!("failed to list the units of jobs: {error}"))),
@@ -175,28 +181,41 @@ impl Agent {
         }
     }
 
-    /// Releases the unit of an exited agent.
+    /// Releases the unit or the cgroup of an exited agent.
     pub(crate) async fn release(self) {
-        if let Self::Unit(unit) = self {
-            unit.release().await;
+        match self {
+            Self::Process(process) => process.release().await,
+            Self::Unit(unit) => unit.release().await,
         }
     }
 }
 
-fn start_detached(start: &AgentStart, input: Stdio) -> io::Result<AgentProcess> {
+fn start_detached(start: &AgentStart, input: Stdio, cgroup: Option<JobCgroup>) -> io::Result<AgentProcess> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xlaunch").arg("agent").arg(&start.dir).current_dir("/");
     command.env_clear().envs(start.environment());
     // The agent writes to agent.log. Output that a job's user controls must not get into the daemon's own log.
     command.stdin(input).stdout(Stdio::null()).stderr(Stdio::null());
     let user = tokio::task::block_in_place(|| user_to_switch_to(start.uid))?;
+    // Before the process gives up the right to enter it. An error is noticed below.
+    if let Some(Ok(procs)) = cgroup.as_ref().map(JobCgroup::procs) {
+        sys::enter_cgroup(&mut command, procs);
+    }
     sys::start_in_session(&mut command, user);
     let mut child = tokio::process::Command::from(command).spawn()?;
     // The child has not been waited for yet, so its process id cannot have been reused.
     let process = child.id().and_then(AgentProcess::of_child);
     tokio::spawn(async move { child.wait().await });
     // After this error the agent gets no description, and ends by itself.
-    process.ok_or_else(|| io::Error::other("failed to open its process"))
+    let mut process = process.ok_or_else(|| io::Error::other("failed to open its process"))?;
+    if cgroup.as_ref().is_some_and(|cgroup| !cgroup.contains(process.id.pid)) {
+        warn!(
+            job = start.job,
+            "job {} runs without a limit on processes: it is not in its cgroup", start.job
+        );
+    }
+    process.cgroup = cgroup;
+    Ok(process)
 }
 
 /// Returns the user that the agent must run as; `None` if the daemon is not root and cannot switch users.

@@ -1,17 +1,25 @@
 //! The process of an agent. It is identified by process id and start time, and watched and killed through a pidfd.
 
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::io::unix::AsyncFd;
 
+use super::task_cgroup::JobCgroup;
 use crate::files::ProcessId;
 use xlaunch_host::process::Process;
 use xlaunch_host::spawn::sys;
 
+/// Time for the last processes of a job to leave its cgroup after the agent's exit.
+const CGROUP_DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+const CGROUP_POLL_INTERVAL: Duration = Duration::from_millis(50);
+
 #[derive(Debug)]
 pub(crate) struct AgentProcess {
     pub(super) id: ProcessId,
+    /// `None` if the process has none, or was started by an earlier daemon.
+    pub(super) cgroup: Option<JobCgroup>,
     pidfd: AsyncFd<OwnedFd>,
 }
 
@@ -19,7 +27,8 @@ impl AgentProcess {
     /// Opens a child that has not been waited for.
     pub(super) fn of_child(pid: u32) -> Option<Self> {
         let started = Process::read(pid)?.started;
-        Some(Self { id: ProcessId { pid, started, boot: crate::boot_id() }, pidfd: open(pid)? })
+        let id = ProcessId { pid, started, boot: crate::boot_id() };
+        Some(Self { id, cgroup: None, pidfd: open(pid)? })
     }
 
     /// Opens the process with this id, if it still runs.
@@ -28,7 +37,7 @@ impl AgentProcess {
         // The process id may have been reused before the pidfd was opened, but not afterwards.
         let process = Process::read(id.pid)?;
         let is_agent = id.boot == crate::boot_id() && process.started == id.started && !process.ended();
-        is_agent.then(|| Self { id: id.clone(), pidfd })
+        is_agent.then(|| Self { id: id.clone(), cgroup: None, pidfd })
     }
 
     /// Waits until the process has exited.
@@ -41,6 +50,16 @@ impl AgentProcess {
     pub(super) fn kill(&self) {
         // The process may have exited.
         let _ = pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL);
+    }
+
+    /// Removes the cgroup of an exited agent as soon as it is empty.
+    pub(super) async fn release(self) {
+        let Some(cgroup) = self.cgroup else { return };
+        let deadline = Instant::now() + CGROUP_DRAIN_TIMEOUT;
+        // Afterwards it is left for the next daemon.
+        while !cgroup.remove() && Instant::now() < deadline {
+            tokio::time::sleep(CGROUP_POLL_INTERVAL).await;
+        }
     }
 }
 

@@ -11,6 +11,7 @@ use xlaunch_spec::exit::ExitCode;
 use super::internal;
 use crate::accounting::Accounting;
 use crate::agents::AgentStarter;
+use crate::agents::task_cgroup::TaskCgroups;
 use crate::config::{Agents, DaemonConfig, HooksSection};
 use crate::files::JobDirs;
 use crate::ids::Ids;
@@ -117,7 +118,15 @@ pub(super) async fn agent_starter(
         Agents::Detached => false,
     };
     if !use_systemd {
-        return Ok(AgentStarter::Detached);
+        let cgroups = if booted {
+            Err("systemd manages the cgroups of this host, but daemon.agents is not \"systemd\"".into())
+        } else {
+            TaskCgroups::open()
+        };
+        if let Err(reason) = &cgroups {
+            warn!("jobs have no limit on processes and threads (jobs.max_tasks): {reason}");
+        }
+        return Ok(AgentStarter::Detached(cgroups.ok()));
     }
     let bus = zbus::Connection::system().await;
     bus.map(AgentStarter::Systemd).map_err(|error| {
