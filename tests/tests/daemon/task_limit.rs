@@ -25,13 +25,21 @@ fn job_cannot_start_more_processes_than_max_tasks() {
             None => alone.env_remove(name),
         };
     }
-    let daemon = spawn_daemon(&mut alone);
+    let mut daemon = spawn_daemon(&mut alone);
     assert!(!daemon.stderr().contains("no limit on processes"), "{}", daemon.stderr());
     let few = node.submit_shell("for i in 1 2 3 4; do sleep 0.1 & done; wait");
     node.wait(few, "done");
     let many = node.submit_shell("for i in $(seq 100); do sleep 1000 & done; echo all");
     node.wait(many, "failed");
     assert_eq!(node.run(&["logs", &many.to_string()]).stdout, "");
+    // The next daemon, in the same cgroup, adopts a job together with its cgroup.
+    let adopted = node.submit_shell("while ! [ -e end ]; do sleep 0.02; done");
+    node.wait(adopted, "running");
+    daemon.signal(Signal::KILL);
+    daemon.wait();
+    daemon = spawn_daemon(&mut alone);
+    node.write("end", "");
+    node.wait(adopted, "done");
     let groups = || {
         let entries = std::fs::read_dir(cgroup.procs_file().parent().unwrap()).unwrap().flatten();
         let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());

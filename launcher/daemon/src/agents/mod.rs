@@ -122,7 +122,12 @@ impl AgentStarter {
     /// The system manager does not respond, so the state is unknown.
     pub(crate) async fn find(&self, job: u64, record: Option<&AgentRecord>) -> io::Result<Option<Agent>> {
         match (self, record.and_then(|record| record.process.as_ref())) {
-            (_, Some(process)) => Ok(AgentProcess::find(process).map(Agent::Process)),
+            (_, Some(process)) => Ok(AgentProcess::find(process).map(|mut process| {
+                if let Self::Detached(Some(cgroups)) = self {
+                    process.cgroup = cgroups.of(process.id.pid);
+                }
+                Agent::Process(process)
+            })),
             (Self::Systemd(bus), None) => {
                 let unit = Unit::find(bus, job).await.map_err(io::Error::other)?;
                 Ok(unit.map(Agent::Unit))

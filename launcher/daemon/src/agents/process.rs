@@ -18,7 +18,7 @@ const CGROUP_POLL_INTERVAL: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub(crate) struct AgentProcess {
     pub(super) id: ProcessId,
-    /// `None` if the process has none, or was started by an earlier daemon.
+    /// `None` if the daemon cannot limit jobs.
     pub(super) cgroup: Option<JobCgroup>,
     pidfd: AsyncFd<OwnedFd>,
 }

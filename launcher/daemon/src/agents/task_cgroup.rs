@@ -65,6 +65,14 @@ impl TaskCgroups {
         }
     }
 
+    /// Returns the cgroup that an earlier daemon created for the agent with this process id.
+    pub(super) fn of(&self, pid: u32) -> Option<JobCgroup> {
+        let text = fs_err::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+        let mut names = text.lines().flat_map(|line| line.split('/'));
+        let name = names.find(|name| name.starts_with(JOB_PREFIX))?;
+        Some(JobCgroup { path: self.parent.join(name) }).filter(|cgroup| cgroup.path.exists())
+    }
+
     /// Creates the cgroup of a job; `None`, with a warning in the log, if that fails.
     pub(super) fn create(&self, job: u64, max_tasks: u64) -> Option<JobCgroup> {
         // Unique, because a job that starts again may have left processes.
