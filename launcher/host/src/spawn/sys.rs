@@ -237,8 +237,8 @@ pub fn start_in_session(command: &mut Command, user: Option<User>) {
     let hook = move || {
         setsid()?;
         if let Some(User { uid, gid, groups }) = &user {
-            // The order matters: after setuid, the groups cannot be changed any more. SAFETY: pointer and length belong
-            // to one array that the hook owns; the other arguments are integers.
+            // The order matters: after setuid, the groups cannot be changed any more.
+            // SAFETY: pointer and length belong to one array that the hook owns; the other arguments are integers.
             let failed = unsafe {
                 libc::setgroups(groups.len(), groups.as_ptr()) != 0
                     || libc::setgid(*gid) != 0
