@@ -1,11 +1,10 @@
 //! Slurm on hosts.
 
-use xlaunch_tests::{Slurm, requirements, wait_for};
+use xlaunch_tests::{Slurm, requirements};
 
 xlaunch_harness::tests! {
     needs requirements::slurm:
-    srun_starts_a_task_on_every_node_as_an_ordinary_user,
-    job_is_preempted_and_requeued_by_one_of_the_high_partition;
+    srun_starts_a_task_on_every_node_as_an_ordinary_user;
 }
 
 fn srun_starts_a_task_on_every_node_as_an_ordinary_user() {
@@ -23,22 +22,4 @@ fn srun_starts_a_task_on_every_node_as_an_ordinary_user() {
         0
     );
     assert_eq!(slurm.run("srun", &["-N1", "sh", "-c", "exit 75"]).code, 75);
-}
-
-fn job_is_preempted_and_requeued_by_one_of_the_high_partition() {
-    let slurm = Slurm::start(2);
-    // Ignores the SIGTERM at the start of the grace time: a batch script that ends because of it counts as finished and
-    // is not requeued.
-    let script = "trap '' TERM\n\
-        srun --ntasks-per-node=1 sh -c \"trap '' TERM; touch started.\\$SLURM_NODEID; sleep 1000\"";
-    let job = slurm.submit(&["-N2", "--exclusive"], script);
-    wait_for("both tasks", || {
-        ["started.0", "started.1"].iter().all(|file| slurm.home().join(file).exists()).then_some(())
-    });
-    let preempting =
-        slurm.run("srun", &["--partition=high", "-N2", "--exclusive", "--ntasks-per-node=1", "true"]);
-    assert_eq!(preempting.code, 0, "{}", preempting.stderr);
-    slurm.wait_for_state(&job, "PENDING");
-    assert_eq!(slurm.run("scancel", &[&job]).code, 0);
-    slurm.wait_for_state(&job, "CANCELLED");
 }
