@@ -28,7 +28,7 @@ xlaunch_harness::tests! {
 const ARGS: [&str; 6] =
     ["--nproc", "2", "--set", "train.steps=100000000", "--set", "observe.tensorboard=false"];
 /// Number of lines of text, half of which are evaluated.
-const LONG_EVALUATION_LINES: usize = 150_000;
+const LONG_EVALUATION_LINES: usize = 600_000;
 /// Number of rounds of tests whose outcome could depend on timing.
 const ROUNDS: usize = 10;
 
@@ -130,17 +130,20 @@ fn stop_that_times_out_is_retryable_and_names_the_newest_checkpoint() {
 }
 
 fn stop_waits_for_an_evaluation_that_makes_progress() {
-    // An evaluation takes several times the shutdown timeout, which is longer than the heartbeat interval.
-    for (most, code) in [("launch.shutdown_timeout_max=300.0", 143), ("launch.shutdown_timeout_max=0.0", 75)]
-    {
+    // The evaluations take longer than the shutdown timeout, which is several times the heartbeat interval.
+    for (timeout, most, code) in [("6.0", "300.0", 143), ("1.0", "0.0", 75)] {
         let job = Job::new();
         job.write("text/b.txt", "It was a dark and stormy night. ".repeat(LONG_EVALUATION_LINES));
+        let limits = [("timeout", timeout), ("timeout_max", most)]
+            .map(|(key, seconds)| format!("launch.shutdown_{key}={seconds}"));
         let evaluation = ["train.eval_every=1", "train.eval_batches=1000000", "data.val_fraction=0.5"];
-        let stop = ["checkpoint.every=0", "launch.shutdown_timeout=3.0", most];
-        let (run, _) = start_training(&job, &[&evaluation[..], &stop].concat());
+        let (run, _) = start_training(
+            &job,
+            &[&evaluation[..], &["checkpoint.every=0", &limits[0], &limits[1]]].concat(),
+        );
         run.signal(Signal::TERM);
         let run = run.wait();
-        assert_eq!(run.code, code, "{most}: {}", run.stderr);
+        assert_eq!(run.code, code, "{limits:?}: {}", run.stderr);
     }
 }
 
