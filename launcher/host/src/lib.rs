@@ -1,6 +1,6 @@
 //! One machine: its processes, sockets, GPUs and libraries. Shared by the agent, the cluster and the daemon.
 //!
-//! - [`process`]: snapshots from `/proc`; [`signals`]: signals to this process;
+//! - [`process`]: snapshots from `/proc`; [`cgroups`]: those of this process; [`signals`]: signals to this process;
 //! - [`spawn`]: starts, watches and kills the process trees of workers;
 //! - [`net`]: unix sockets of servers, credentials of their clients, and limits on connections;
 //! - [`network`]: addresses and interfaces of this host;
@@ -13,6 +13,7 @@
 //! This crate never calls CUDA: GPUs and their usage are read through NVML, which is loaded at run time.
 #![deny(unsafe_code)]
 
+pub mod cgroups;
 pub mod clock;
 pub mod devices;
 pub mod doctor;

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::cgroups::{self, Version};
+
 /// Memory still available to processes started from here, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Available {
@@ -59,28 +61,17 @@ impl Cgroup {
     }
 }
 
-/// Returns the cgroups of this process (version 2 and 1) and their parents up to the mount point, which is always
-/// included: a container may see its cgroup as the root while `/proc` shows the path on the host.
+/// Returns the cgroups of this process and their parents.
 fn cgroups(root: &Path) -> Vec<Cgroup> {
-    let text = fs_err::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    let mut found = Vec::new();
-    for line in text.lines() {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        let (mount, limit, usage, cache) = match controllers {
-            "" => ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-            "memory" => (
-                "sys/fs/cgroup/memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            ),
-            _ => continue,
+    let own = cgroups::own(root, "memory").into_iter();
+    own.flat_map(|(version, dirs)| {
+        let (limit, usage, cache) = match version {
+            Version::Two => ("memory.max", "memory.current", "inactive_file"),
+            Version::One => ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         };
-        let ancestors = Path::new(path.trim_start_matches('/')).ancestors();
-        found.extend(ancestors.map(|part| Cgroup { dir: root.join(mount).join(part), limit, usage, cache }));
-    }
-    found
+        dirs.into_iter().map(move |dir| Cgroup { dir, limit, usage, cache })
+    })
+    .collect()
 }
 
 /// Finds the number after `name` in lines of names and numbers.

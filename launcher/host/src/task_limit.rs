@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use rustix::process::{Resource, getrlimit, getuid};
 use xlaunch_spec::quantities::bytes_text;
 
+use crate::cgroups;
+
 /// A limit on tasks with at most this many left counts as reached.
 const FEW_TASKS: u64 = 16;
 /// A limit on address space with less than this left counts as reached. The stack of a thread takes 2 MiB.
@@ -131,28 +133,15 @@ fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.split_ascii_whitespace().next())
 }
 
-/// Returns the limits of this process's cgroups (version 2 and 1) and their parents up to the mount point, which is
-/// always included: a container may see its cgroup as the root while `/proc` shows the path on the host.
+/// Returns the limits of this process's cgroups and their parents.
 fn cgroups(root: &Path) -> Vec<Limit> {
-    let text = fs_err::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    let mut found = Vec::new();
-    for line in text.lines() {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        let mount = match controllers {
-            "" => "sys/fs/cgroup",
-            "pids" => "sys/fs/cgroup/pids",
-            _ => continue,
-        };
-        let ancestors = Path::new(path.trim_start_matches('/')).ancestors();
-        found.extend(ancestors.filter_map(|part| {
-            let dir = root.join(mount).join(part);
-            // `max` means no limit.
-            let limit = number(&dir.join("pids.max"))?;
-            Some(Limit { limit, used: number(&dir.join("pids.current"))?, kind: Kind::Cgroup(dir) })
-        }));
-    }
-    found
+    let dirs = cgroups::own(root, "pids").into_iter().flat_map(|(_, dirs)| dirs);
+    let limit = |dir: PathBuf| {
+        // `max` means no limit.
+        let limit = number(&dir.join("pids.max"))?;
+        Some(Limit { limit, used: number(&dir.join("pids.current"))?, kind: Kind::Cgroup(dir) })
+    };
+    dirs.filter_map(limit).collect()
 }
 
 fn kernel(root: &Path) -> Vec<Limit> {

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tracing::warn;
+use xlaunch_host::cgroups::{children, remove};
 use xlaunch_host::process::Process;
 
 /// The mount points of version 2, alone or together with version 1, and of version 1.
@@ -119,7 +120,7 @@ impl JobCgroup {
 
     /// Removes the cgroup, unless processes of the job are left. Returns whether it is gone.
     pub(super) fn remove(&self) -> bool {
-        remove(&self.path).is_ok() || !self.path.exists()
+        remove(&self.path).is_ok()
     }
 }
 
@@ -178,18 +179,6 @@ fn enable(own: &Path) -> Result<(), String> {
         let _ = enter(own).and_then(|()| remove(&daemon));
     }
     enabled
-}
-
-/// Removes a cgroup and its descendants. Fails while one of them contains processes.
-fn remove(cgroup: &Path) -> io::Result<()> {
-    children(cgroup).iter().try_for_each(|child| remove(child))?;
-    fs_err::remove_dir(cgroup)
-}
-
-fn children(cgroup: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs_err::read_dir(cgroup) else { return Vec::new() };
-    let directories = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-    directories.map(|entry| entry.path()).collect()
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use super::oom;
+use crate::cgroups::{children, remove};
 use crate::process::Process;
 
 /// Mount points of version 2, alone or together with version 1.
@@ -18,7 +19,7 @@ const MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 /// `CGROUP2_SUPER_MAGIC`.
 const CGROUP2_MAGIC: rustix::fs::FsWord = 0x6367_7270;
 
-/// The cgroups of an attempt's ranks. They must be removed with [`remove`].
+/// The cgroups of an attempt's ranks. They must be removed with [`remove`](crate::cgroups::remove).
 #[derive(Debug)]
 pub(super) struct RankCgroups {
     /// The parent of all ranks' cgroups.
@@ -125,19 +126,4 @@ pub(super) fn processes(cgroup: &Path) -> Vec<Process> {
     let mut processes: Vec<Process> = pids.filter_map(Process::read).filter(|it| !it.ended()).collect();
     processes.extend(children(cgroup).iter().flat_map(|child| self::processes(child)));
     processes
-}
-
-/// Removes a cgroup and its descendants. Fails while one of them contains processes.
-pub(super) fn remove(cgroup: &Path) -> std::io::Result<()> {
-    children(cgroup).iter().try_for_each(|child| remove(child))?;
-    match fs_err::remove_dir(cgroup) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        result => result,
-    }
-}
-
-fn children(cgroup: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs_err::read_dir(cgroup) else { return Vec::new() };
-    let directories = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-    directories.map(|entry| entry.path()).collect()
 }

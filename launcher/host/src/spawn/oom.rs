@@ -6,6 +6,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::cgroups::{self, Version};
+
 /// OOM kills since an attempt began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OomKills {
@@ -48,25 +50,18 @@ impl OomCounters {
     }
 }
 
-/// Returns the files that may contain the counter of this process's cgroup (version 2 or 1), most likely first. The
-/// mount point is always included, because a container may see its cgroup as the root while `/proc` shows the path on
-/// the host.
+/// Returns the files that may contain the counter of this process's cgroup (version 2 or 1), most likely first.
 fn own_counters(root: &Path) -> Vec<PathBuf> {
-    let text = fs_err::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    let mut files = Vec::new();
-    for line in text.lines() {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        let (mount, file) = match controllers {
-            "" => ("sys/fs/cgroup", "memory.events"),
-            "memory" => ("sys/fs/cgroup/memory", "memory.oom_control"),
-            _ => continue,
+    let own = cgroups::own(root, "memory").into_iter();
+    own.flat_map(|(version, dirs)| {
+        let file = match version {
+            Version::Two => "memory.events",
+            Version::One => "memory.oom_control",
         };
-        let mount = root.join(mount);
-        files.push(mount.join(path.trim_start_matches('/')).join(file));
-        files.push(mount.join(file));
-    }
-    files
+        let ends = [dirs.first(), dirs.last()].into_iter().flatten();
+        ends.map(|dir| dir.join(file)).collect::<Vec<_>>()
+    })
+    .collect()
 }
 
 /// Reads the value of `oom_kill` in a file of names and values.

@@ -18,6 +18,7 @@ use super::cgroup::{self, RankCgroups};
 use super::membership::{self, RunProcesses};
 use super::oom::{self, OomKills};
 use super::{children, sys};
+use crate::cgroups;
 use crate::process::Process;
 
 /// Upper bound of the poll interval for killed processes; it starts at 1 ms and doubles.
@@ -206,7 +207,7 @@ impl Drop for ProcessTree {
     fn drop(&mut self) {
         let deadline = Instant::now() + DROP_TIMEOUT;
         let removed = |cgroups: &Option<RankCgroups>| {
-            cgroups.as_ref().is_none_or(|cgroups| cgroup::remove(&cgroups.path).is_ok())
+            cgroups.as_ref().is_none_or(|cgroups| cgroups::remove(&cgroups.path).is_ok())
         };
         while !(self.kill_found().is_empty() && removed(&self.cgroups)) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));

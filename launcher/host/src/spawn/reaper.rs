@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use super::membership::{self, RunProcesses};
 use super::process_tree::{ProcessTree, session};
 use super::{cgroup, children, sys};
+use crate::cgroups;
 use crate::system_errors;
 
 /// `argv[0]` of the reaper, which tells the program's `main` to run [`main`]. It must not start with `xlaunch`, because
@@ -195,7 +196,7 @@ impl CleanupPlan {
             found.extend(cgroups.iter().flat_map(|path| cgroup::processes(path)));
             found
         });
-        let removed = cgroups.iter().filter(|path| cgroup::remove(path).is_ok()).count();
+        let removed = cgroups.iter().filter(|path| cgroups::remove(path).is_ok()).count();
         found.is_empty() && removed == cgroups.len()
     }
 }
