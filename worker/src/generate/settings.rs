@@ -1,6 +1,7 @@
 //! Settings in the files of a model: the form of prompts, the ends of texts, and sampling.
 
 use std::path::Path;
+use std::sync::OnceLock;
 
 use serde_json::{Map, Value};
 use xlaunch_data::chat::{TEMPLATE_TOKENS, Template};
@@ -38,6 +39,8 @@ pub struct Settings {
     pub tokenizer: Tokenizer,
     pub vocabulary: Vocabulary,
     inherited: Option<Inherited>,
+    /// The model's chat template, once a chat has needed it.
+    template: OnceLock<Result<Template, String>>,
     is_run: bool,
     raw: bool,
 }
@@ -66,12 +69,12 @@ impl Settings {
     pub fn new(source: &Source, tokenizer: Tokenizer, raw: bool) -> Self {
         let (inherited, is_run) = (source.inherited.clone(), source.is_run);
         let vocabulary = vocabulary(source, &tokenizer, raw);
-        Self { tokenizer, vocabulary, inherited, is_run, raw }
+        Self { tokenizer, vocabulary, inherited, template: OnceLock::new(), is_run, raw }
     }
 
     #[cfg(test)]
     pub(crate) fn for_test(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Self {
-        Self { tokenizer, vocabulary, inherited: None, is_run: true, raw: false }
+        Self { tokenizer, vocabulary, inherited: None, template: OnceLock::new(), is_run: true, raw: false }
     }
 
     /// Returns the ids of a prompt. An error is the reason.
@@ -90,13 +93,18 @@ impl Settings {
 
     /// Renders a chat with the model's own template, up to the point where the model answers.
     fn chat(&self, messages: &Value) -> Result<String, String> {
+        let template = self.template.get_or_init(|| self.chat_template());
+        template.as_ref().map_err(Clone::clone)?.render_prompt(messages)
+    }
+
+    fn chat_template(&self) -> Result<Template, String> {
         let inherited = self
             .inherited
             .as_ref()
             .ok_or("the model has no chat template, as it was trained from random weights")?;
         let template = inherited.chat_template().ok_or("the model has no chat template")?;
         let token = |name: &str| Some((name.to_owned(), inherited.token(name)?.to_owned()));
-        Template::new(template, TEMPLATE_TOKENS.into_iter().filter_map(token))?.render_prompt(messages)
+        Template::new(template, TEMPLATE_TOKENS.into_iter().filter_map(token))
     }
 
     /// Returns `generation_config.json` of a directory in Hugging Face's layout.

@@ -8,7 +8,7 @@ use std::ops::Range;
 /// Name of the function that takes the place of `generation` blocks.
 pub(super) const GENERATION: &str = "xlaunch_generation";
 
-/// Words of the template language that are no variables.
+/// Words of the template language that are not variables.
 const CONSTANTS_AND_OPERATORS: [&str; 13] =
     ["true", "True", "false", "False", "none", "None", "and", "or", "not", "in", "is", "if", "else"];
 

@@ -99,7 +99,7 @@ impl Template {
     /// answers.
     ///
     /// # Errors
-    /// The reason, if these are no messages, or the template rejects them.
+    /// The reason, if these are not messages, or the template rejects them.
     pub fn render_prompt(&self, messages: &serde_json::Value) -> Result<String, String> {
         let messages = self.adapted(&row::messages(&Value::from(Serde(messages)), "messages")?)?;
         self.render(&Value::from(messages), &Value::from(()), true)
