@@ -105,7 +105,7 @@ def chat(server, model, fast, messages):
     entries = [(it["logprob"], [top["logprob"] for top in it["top_logprobs"]]) for it in content]
     check_places(entries, scores(model, out), out, len(prompt), "chat")
     raw, text = b"".join(bytes(it["bytes"]) for it in content), choice["message"]["content"]
-    # A byte that is no character by itself also changes the text of the bytes beside it.
+    # A byte that is not a character by itself also changes the text of the bytes beside it.
     check("\ufffd" in text or raw.decode().strip() == text.strip(), f"bytes: {raw}: {text!r}")
 
 

@@ -3,9 +3,9 @@
 //! The launcher reads it from TOML, applies the layers (file, environment, flags) and checks it with
 //! [`JobSpec::check`]; workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
 //!
-//! Each section of `train.toml` has a file. Doc comments of its fields and variants are user documentation: the JSON
-//! schema and the configuration reference contain them, next to each key's type and default. So they are plain text
-//! without links, for a reader who knows PyTorch.
+//! Each longer section of `train.toml` has a file. Doc comments of its fields and variants are user documentation: the
+//! JSON schema and the configuration reference contain them, next to each key's type and default. So they are plain
+//! text without links, for a reader who knows PyTorch.
 
 mod checkpoint;
 mod comm;
@@ -14,7 +14,6 @@ mod data_source;
 mod engine;
 mod launch;
 mod lora;
-mod observe;
 mod one_or_more;
 mod optimizer;
 mod sizes;
@@ -34,7 +33,6 @@ pub use data_source::DataSource;
 pub use engine::{Device, EngineSection, Exec, PoolMode, Precision};
 pub use launch::{DoctorMode, LaunchSection, OnHang};
 pub use lora::{Layer, LoraSection, Module};
-pub use observe::ObserveSection;
 pub use optimizer::{AdjustLr, LrScaleSection, MuonSection, Optimizer, Owners};
 pub use train::{NonFinite, Recompute, Schedule, TrainSection};
 
@@ -88,6 +86,32 @@ pub struct JobSection {
 impl Default for JobSection {
     fn default() -> Self {
         Self { name: String::new(), seed: 1337, output: "runs".into() }
+    }
+}
+
+/// Metrics, traces and checks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct ObserveSection {
+    /// Write `metrics.jsonl` to the run's directory: one JSON object per step and evaluation.
+    pub metrics: bool,
+    /// Write a TensorBoard event file to `tensorboard` in the run's directory.
+    pub tensorboard: bool,
+    /// Compare the parameters of all ranks after training, and report the largest difference, which should be 0.
+    pub check_replicas: bool,
+    /// Steps between comparisons of the parameters of all ranks, by a checksum that each device computes. The job fails
+    /// if they differ, and the error names the ranks in the minority. Parameters are also compared before each
+    /// checkpoint is saved. 0 turns this off.
+    pub check_every: u64,
+    /// Number of steps for which every rank writes a timeline, `trace-rank<R>.json`, to the run's directory. Open it
+    /// with Perfetto. Traced steps launch operations one by one and are slower. 0 turns this off.
+    pub trace: u64,
+}
+
+impl Default for ObserveSection {
+    fn default() -> Self {
+        Self { metrics: true, tensorboard: false, check_replicas: false, check_every: 0, trace: 0 }
     }
 }
 
