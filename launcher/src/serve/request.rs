@@ -1,6 +1,8 @@
 //! Requests for text, as clients send them. Pure.
 
+use serde::Deserialize;
 use serde_json::Value;
+use xlaunch_data::chat;
 use xlaunch_worker::generate::SamplingOverrides;
 
 use super::error::ApiError;
@@ -32,7 +34,7 @@ pub(super) enum Input {
     Text(String),
     Ids(Vec<u32>),
     /// A list of messages.
-    Chat(Value),
+    Chat(chat::Value),
 }
 
 /// A request for text.
@@ -71,7 +73,7 @@ impl TextRequest {
                 (inputs, top_logprobs, parameters.flag("echo")?)
             }
             Endpoint::Chat => {
-                let messages = messages(parameters.take("messages"))?;
+                let messages = messages(&mut parameters, body)?;
                 (vec![Input::Chat(messages)], chat_logprobs(&mut parameters)?, false)
             }
         };
@@ -143,13 +145,20 @@ fn prompts(value: Option<Value>) -> Result<Vec<Input>> {
 }
 
 /// Reads `messages`, which the chat template's own code checks.
-fn messages(value: Option<Value>) -> Result<Value> {
-    match value {
-        Some(Value::Array(list)) if list.is_empty() => {
-            Err(ApiError::parameter("messages", "`messages` is empty"))
-        }
-        Some(list @ Value::Array(_)) => Ok(list),
-        _ => Err(ApiError::parameter("messages", "`messages` is missing, or not a list")),
+fn messages(parameters: &mut Parameters, body: &[u8]) -> Result<chat::Value> {
+    /// Read from the body itself, as `Parameters` does not keep the order of keys.
+    #[derive(Deserialize)]
+    struct Body {
+        messages: chat::Value,
+    }
+    let failed = |reason: &str| ApiError::parameter("messages", reason);
+    match parameters.take("messages") {
+        Some(Value::Array(list)) if list.is_empty() => Err(failed("`messages` is empty")),
+        Some(Value::Array(_)) => match serde_json::from_slice(body) {
+            Ok(Body { messages }) => Ok(messages),
+            Err(error) => Err(failed(&format!("`messages` is not valid: {error}"))),
+        },
+        _ => Err(failed("`messages` is missing, or not a list")),
     }
 }
 
@@ -225,11 +234,13 @@ mod tests {
 
     #[test]
     fn chat_is_a_list_of_messages_as_they_are_sent() {
-        let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
-        let messages = json!([{"role": "user", "content": parts}]);
-        let body = json!({"messages": messages.clone(), "logprobs": true, "max_completion_tokens": 3});
-        let request = chat(&body).unwrap();
-        assert_eq!(request.inputs, [Input::Chat(messages)]);
+        // The order of keys is part of it.
+        let messages =
+            r#"[{"role":"user","content":[{"type":"text","text":"a"},{"text":"b","type":"text"}]}]"#;
+        let body = format!(r#"{{"messages": {messages}, "logprobs": true, "max_completion_tokens": 3}}"#);
+        let request = TextRequest::parse(Endpoint::Chat, body.as_bytes()).unwrap();
+        let [Input::Chat(found)] = &request.inputs[..] else { panic!("{:?}", request.inputs) };
+        assert_eq!(serde_json::to_string(found).unwrap(), messages);
         assert_eq!((request.top_logprobs, request.max_tokens, request.is_exact), (Some(0), Some(3), true));
         for (messages, why) in [(json!([]), "empty"), (json!("hi"), "not a list")] {
             let error = chat(&json!({ "messages": messages })).unwrap_err();

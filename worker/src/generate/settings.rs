@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use serde_json::{Map, Value};
-use xlaunch_data::chat::{TEMPLATE_TOKENS, Template};
+use xlaunch_data::chat::{self, TEMPLATE_TOKENS, Template};
 use xlaunch_data::{Tokenizer, TokenizerError};
 use xlaunch_spec::refusal::Refusal;
 
@@ -21,7 +21,7 @@ pub enum Prompt {
     /// Plain text.
     Text(String),
     /// A list of messages, which the model's chat template turns into a text.
-    Chat(Value),
+    Chat(chat::Value),
 }
 
 /// Sampling settings of a user, which take precedence over those of the model.
@@ -92,7 +92,7 @@ impl Settings {
     }
 
     /// Renders a chat with the model's own template, up to the point where the model answers.
-    fn chat(&self, messages: &Value) -> Result<String, String> {
+    fn chat(&self, messages: &chat::Value) -> Result<String, String> {
         let template = self.template.get_or_init(|| self.chat_template());
         template.as_ref().map_err(Clone::clone)?.render_prompt(messages)
     }

@@ -14,6 +14,7 @@ mod engine;
 
 use std::path::PathBuf;
 
+use xlaunch_data::chat;
 use xlaunch_spec::job::Precision;
 use xlaunch_spec::refusal::Refusal;
 
@@ -66,7 +67,7 @@ impl Service {
     }
 
     /// Returns the ids of a chat, up to the point where the model answers. An error is the reason.
-    pub fn chat_prompt(&self, messages: serde_json::Value) -> Result<Vec<u32>, String> {
+    pub fn chat_prompt(&self, messages: chat::Value) -> Result<Vec<u32>, String> {
         self.settings.tokens(&Prompt::Chat(messages))
     }
 

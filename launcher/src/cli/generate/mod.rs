@@ -15,7 +15,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{ArgGroup, Args, ValueEnum};
 use fs_err::File;
-use serde_json::{Value, json};
+use serde_json::Value;
+use xlaunch_data::chat;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
 use xlaunch_spec::refusal::Refusal;
@@ -203,7 +204,10 @@ pub(super) async fn until_interrupted<T: Send + 'static>(
 fn input(prompt: &Prompt, chat: bool) -> generate::Prompt {
     match (&prompt.messages, chat) {
         (Some(messages), _) => generate::Prompt::Chat(messages.clone()),
-        (None, true) => generate::Prompt::Chat(json!([{"role": "user", "content": prompt.prompt}])),
+        (None, true) => {
+            let message = chat::Value::from_pairs([("role", "user"), ("content", prompt.prompt.as_str())]);
+            generate::Prompt::Chat(vec![message].into())
+        }
         (None, false) => generate::Prompt::Text(prompt.prompt.clone()),
     }
 }

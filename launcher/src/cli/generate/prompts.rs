@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 use serde_json::Value;
-use xlaunch_data::BYTE_ORDER_MARK;
+use xlaunch_data::{BYTE_ORDER_MARK, chat};
 
 /// A prompt: one line of the file.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -12,7 +12,7 @@ pub(super) struct Prompt {
     pub(super) prompt: String,
     /// A chat, in place of `prompt`.
     #[serde(default)]
-    pub(super) messages: Option<Value>,
+    pub(super) messages: Option<chat::Value>,
     /// A string or a number that is repeated in the output.
     #[serde(default)]
     pub(super) id: Option<Value>,
@@ -47,7 +47,8 @@ pub(super) fn parse(name: &str, text: &[u8], chat: bool) -> Result<Vec<Prompt>, 
             (true, true) => return Err(failed("it has both `prompt` and `messages`")),
             (false, false) => return Err(failed("missing field `prompt`")),
         }
-        let prompt: Prompt = serde_json::from_value(value).map_err(json)?;
+        // Not from `value`, which has not kept the order of keys.
+        let prompt: Prompt = serde_json::from_slice(line).map_err(json)?;
         if prompt.id.as_ref().is_some_and(|id| !id.is_string() && !id.is_number()) {
             return Err(failed("`id` is neither a string nor a number"));
         }
@@ -85,7 +86,8 @@ mod tests {
         let text =
             b"{\"messages\": [{\"role\": \"user\", \"content\": \"hi\"}], \"id\": 1}\n{\"prompt\": \"b\"}";
         let prompts = parse("p", text, true).unwrap();
-        assert_eq!(prompts[0].messages.as_ref().unwrap()[0]["content"], "hi");
+        let messages = serde_json::to_string(&prompts[0].messages).unwrap();
+        assert_eq!(messages, r#"[{"role":"user","content":"hi"}]"#);
         assert_eq!((prompts[1].messages.is_none(), prompts[1].prompt.as_str()), (true, "b"));
         assert!(parse("p", text, false).unwrap_err().contains("use --chat"));
         assert!(parse("p", b"{\"messages\": 3}", true).unwrap_err().contains("not a list"));

@@ -120,22 +120,24 @@ fn with_content(message: &Value, content: Value) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use minijinja::value::Serde;
     use serde_json::{Value as Json, json};
 
-    use crate::chat::Template;
+    use crate::chat::{Template, Value};
 
     /// Renders a chat whose contents are strings, and the same with lists of one part.
     fn both(template: &str, roles: &[&str]) -> [Result<String, String>; 2] {
         let template = Template::new(template, []).unwrap();
         let chat = |content: &dyn Fn(&str) -> Json| {
             let message = |role: &&str| json!({"role": role, "content": content(&format!(" {role}'s <é> "))});
-            template.render_prompt(&roles.iter().map(message).collect())
+            template.render_prompt(&Value::from(Serde(roles.iter().map(message).collect::<Json>())))
         };
         [chat(&|text| json!(text)), chat(&|text| json!([{"type": "text", "text": text}]))]
     }
 
     fn parts(template: &str, content: &Json) -> Result<String, String> {
-        Template::new(template, []).unwrap().render_prompt(&json!([{"role": "user", "content": content}]))
+        let messages = Value::from(Serde(json!([{"role": "user", "content": content}])));
+        Template::new(template, []).unwrap().render_prompt(&messages)
     }
 
     const STRINGS: &str = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}";

@@ -25,6 +25,9 @@ mod templates;
 pub(crate) const CHAT_COLUMNS: &[&str] =
     &["messages", "conversations", "prompt", "completion", "text", "tools", "system", "chat_template_kwargs"];
 
+/// Parsed JSON. Unlike in `serde_json`, objects keep the order of their keys, in which templates print them.
+pub use minijinja::Value;
+
 pub(crate) use encode::{ChatEncoder, Document, Outcome};
 pub use template::{TEMPLATE_TOKENS, Template};
 pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};

@@ -100,8 +100,8 @@ impl Template {
     ///
     /// # Errors
     /// The reason, if these are not messages, or the template rejects them.
-    pub fn render_prompt(&self, messages: &serde_json::Value) -> Result<String, String> {
-        let messages = self.adapted(&row::messages(&Value::from(Serde(messages)), "messages")?)?;
+    pub fn render_prompt(&self, messages: &Value) -> Result<String, String> {
+        let messages = self.adapted(&row::messages(messages, "messages")?)?;
         self.render(&Value::from(messages), &Value::from(()), true)
     }
 
@@ -240,6 +240,18 @@ mod tests {
         let iterable =
             "{{ tools is iterable }} {{ messages is iterable }} {{ 'a' is iterable }} {{ 1 is iterable }}";
         assert_eq!(rendered(iterable, &messages).unwrap(), "False True True False");
+    }
+
+    #[test]
+    fn objects_are_printed_in_the_order_of_their_keys() {
+        let messages =
+            serde_json::from_str(r#"[{"role": "user", "content": "a", "call": {"to": "b", "in": 1}}]"#)
+                .unwrap();
+        let template = Template::new("{{ messages[0].call }} {{ messages[0] | tojson }}", tokens()).unwrap();
+        assert_eq!(
+            template.render_prompt(&messages).unwrap(),
+            r#"{'to': 'b', 'in': 1} {"role": "user", "content": "a", "call": {"to": "b", "in": 1}}"#
+        );
     }
 
     #[test]
