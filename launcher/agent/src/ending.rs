@@ -96,14 +96,21 @@ pub struct Evidence {
     pub hang_file: Option<PathBuf>,
     /// OOM kills during the attempt.
     pub oom_kills: OomKills,
-    /// System error number if the start failed.
-    pub spawn_error: Option<i32>,
-    /// The limit that has caused it, if it is known.
-    pub spawn_limit: Option<Reached>,
+    /// Why it did not start.
+    pub spawn_failure: Option<SpawnFailure>,
     /// The program that was started; empty for the built-in trainer.
     pub program: OsString,
     /// The `PATH` that was searched for the program.
     pub search_path: OsString,
+}
+
+/// The error of the system call that was to start a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpawnFailure {
+    /// System error number.
+    pub errno: i32,
+    /// The limit that has caused it, if it is known.
+    pub limit: Option<Reached>,
 }
 
 impl Ending {

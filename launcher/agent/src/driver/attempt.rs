@@ -9,6 +9,7 @@ use rustix::process::Signal;
 use xlaunch_spec::exit::ExitCode;
 
 use super::Driver;
+use crate::ending::SpawnFailure;
 use crate::logs::RankOutput;
 use crate::python::faulthandler;
 use crate::run_dir::rank_dir;
@@ -17,7 +18,6 @@ use xlaunch_host::doctor;
 use xlaunch_host::spawn::process_tree::ProcessTree;
 use xlaunch_host::spawn::{Exit, Spawned, Worker, gpu_memory};
 use xlaunch_host::system_errors;
-use xlaunch_host::task_limit::Reached;
 
 /// Time to read the remaining output of an exited worker; a process that it started may hold the pipe open.
 const OUTPUT_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
@@ -73,10 +73,7 @@ pub(super) struct WorkerEnd {
     pub(super) signalled: bool,
     /// It was already being killed before xlaunch sent its signal.
     killed_before: bool,
-    /// The error number of a failed start.
-    pub(super) spawn_error: Option<i32>,
-    /// The limit that has caused it, if it is known.
-    pub(super) spawn_limit: Option<Reached>,
+    pub(super) spawn_failure: Option<SpawnFailure>,
 }
 
 impl Attempt {
@@ -225,10 +222,10 @@ impl Driver<'_> {
         };
         // Read at once: the limit leaves room as soon as other workers have ended.
         let limit = system_errors::reached_limit(error);
+        let failure = error.raw_os_error().map(|errno| SpawnFailure { errno, limit });
         let mut actions = Vec::new();
         for rank in self.ranks_of(process) {
-            let end = &mut self.attempt.ends[rank as usize];
-            (end.spawn_error, end.spawn_limit) = (error.raw_os_error(), limit.clone());
+            self.attempt.ends[rank as usize].spawn_failure.clone_from(&failure);
             actions.extend(self.decide(Event::SpawnFailed { rank, reason: error.to_string(), exit }));
         }
         actions

@@ -59,8 +59,7 @@ impl Driver<'_> {
             error_file: read_start(&rank_dir.join("error.json")),
             hang_file: hang_file.exists().then_some(hang_file),
             oom_kills: oom_kills.unwrap_or_default(),
-            spawn_error: end.spawn_error,
-            spawn_limit: end.spawn_limit,
+            spawn_failure: end.spawn_failure,
             program: program.map(OsStr::to_owned).unwrap_or_default(),
             search_path: self.workload.base_environment().get("PATH").unwrap_or_default(),
         }

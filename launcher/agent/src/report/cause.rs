@@ -7,6 +7,7 @@ use rustix::io::Errno;
 
 use super::python::{self, Exception};
 use super::{Evidence, escaped};
+use crate::ending::SpawnFailure;
 use xlaunch_host::spawn::{Exit, OomKills};
 use xlaunch_host::system_errors::{FILE_LIMIT_HELP, SYSTEM_CALL_HELP, TASK_LIMIT, TASK_LIMIT_HELP};
 use xlaunch_host::task_limit::Reached;
@@ -64,8 +65,8 @@ impl Cause {
 
 /// Returns the likely cause; `None` if nothing is known beyond the exit status.
 pub(super) fn cause(evidence: &Evidence) -> Option<Cause> {
-    if let Some(error) = evidence.spawn_error {
-        return not_started(error, evidence);
+    if let Some(failure) = &evidence.spawn_failure {
+        return not_started(failure, evidence);
     }
     let exit = evidence.exit?;
     // xlaunch itself sends SIGINT, SIGKILL and SIGTERM.
@@ -125,13 +126,13 @@ pub(super) fn cause_of_root(evidence: &Evidence) -> Option<Cause> {
 }
 
 /// Cause of a failure to start the program.
-fn not_started(error: i32, evidence: &Evidence) -> Option<Cause> {
+fn not_started(failure: &SpawnFailure, evidence: &Evidence) -> Option<Cause> {
     let program = evidence.program.to_string_lossy();
     let path = evidence.search_path.to_string_lossy();
-    if let Some(Reached { what, help }) = &evidence.spawn_limit {
+    if let Some(Reached { what, help }) = &failure.limit {
         return Some(Cause::new(what).with_help(help));
     }
-    let cause = match Errno::from_raw_os_error(error) {
+    let cause = match Errno::from_raw_os_error(failure.errno) {
         Errno::NOENT if program.contains('/') => {
             Cause::new(format!("file `{program}` not found, or the interpreter in its first line is missing"))
         }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::v1::GroupEnd;
 
 use super::*;
+use crate::ending::SpawnFailure;
 use crate::state::{Action, Event, Job, Kind, Rules};
 
 fn job(kind: Kind, workers: u32) -> Job {
@@ -109,7 +110,7 @@ fn worker_that_failed_to_start_is_reported_without_pid_and_logs() {
     );
     let ending = end_after(&mut job, &actions);
     let evidence = Evidence {
-        spawn_error: Some(2),
+        spawn_failure: Some(SpawnFailure { errno: 2, limit: None }),
         program: "trian".into(),
         search_path: "/bin".into(),
         ..Evidence::default()

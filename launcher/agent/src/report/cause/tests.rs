@@ -180,7 +180,7 @@ fn reading_the_end_of_the_input_is_explained() {
 fn programs_that_cannot_be_started() {
     let failed = |errno: Errno, program: &str| {
         of(&Evidence {
-            spawn_error: Some(errno.raw_os_error()),
+            spawn_failure: Some(SpawnFailure { errno: errno.raw_os_error(), limit: None }),
             program: program.into(),
             search_path: "/bin:/usr/bin".into(),
             ..Evidence::default()
@@ -194,8 +194,8 @@ fn programs_that_cannot_be_started() {
     assert!(failed(Errno::ACCESS, "./run.sh").1.starts_with("chmod +x ./run.sh"));
     assert_eq!(failed(Errno::NOEXEC, "./a").0, "`./a` is not an executable for this machine");
     let limit = Reached { what: "pids.max is 4".into(), help: "raise it".into() };
-    let spawn_error = Some(Errno::AGAIN.raw_os_error());
-    let refused = Evidence { spawn_error, spawn_limit: Some(limit), ..Evidence::default() };
+    let failure = SpawnFailure { errno: Errno::AGAIN.raw_os_error(), limit: Some(limit) };
+    let refused = Evidence { spawn_failure: Some(failure), ..Evidence::default() };
     assert_eq!(of(&refused), ("pids.max is 4".into(), "raise it".into()));
 }
 
