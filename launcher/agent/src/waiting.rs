@@ -6,7 +6,7 @@
 //! ```
 //! Until the welcome, a service without a run lets users see and stop the launch. A waiting agent has no run and no
 //! ranks, but it is one of the job's nodes, so its service answers by asking the others. The driver later takes over
-//! the same service, so that a log that is being followed goes on when a spare replaces a node.
+//! the same service, so that a log that is being followed continues when a spare replaces a node.
 
 use std::future::pending;
 use std::io;

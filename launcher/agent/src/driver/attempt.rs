@@ -1,4 +1,4 @@
-//! The processes of one attempt: started together, signalled together, and all gone before the next attempt.
+//! The processes of one attempt. They are started together, signalled together, and all gone before the next attempt.
 
 use std::io;
 use std::ops::Range;

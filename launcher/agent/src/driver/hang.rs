@@ -4,10 +4,10 @@
 //! Workload::report_stalls --Hang--> thread: debugger attached? /proc, stacks --> hang.txt; flight recorders
 //!                                      '--Examined--> driver --Hung--> Job
 //! ```
-//! Waiting for disks and debuggers may take long, so it happens in a thread of its own rather than in the driver's
-//! task. While a debugger is attached to any rank, the hang is only reported: someone is looking at a process, and the
-//! other ranks wait for it. The thread then waits until the debugger is gone, and gives the job [`DEBUGGER_GRACE`] to
-//! go on.
+//! Waiting for disks and debuggers may take a long time, so it happens on a thread of its own rather than in the
+//! driver's task. While a debugger is attached to any rank, the hang is only reported: a user is inspecting a process,
+//! and the other ranks wait for it. The thread then waits until the debugger is gone, and gives the job
+//! [`DEBUGGER_GRACE`] to continue.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

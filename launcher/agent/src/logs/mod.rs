@@ -8,7 +8,7 @@
 //! ```
 //! - Every byte goes to the files, whatever the console does. Neither a closed console nor a full disk stops a worker.
 //! - A line on the console belongs to one writer. See `console` for unfinished lines.
-//! - Bytes that are lost nevertheless are counted, and reported by [`Output::losses`] and in the job's status.
+//! - If bytes are lost anyway, they are counted, and reported by [`Output::losses`] and in the job's status.
 //! - Memory is bounded. A worker that writes faster than the console is slowed down; the others get their turns.
 
 pub mod console;

@@ -1,5 +1,5 @@
-//! The thread that moves a worker's output from its pipe, or pseudoterminal, to all destinations, until the worker's
-//! end is closed.
+//! The thread that moves a worker's output from its pipe, or pseudoterminal, to all destinations, until the worker
+//! closes its end.
 //!
 //! The thread waits only for the disk and for its turn on the console. While it waits, the pipe fills up and the worker
 //! blocks, which bounds the memory used.

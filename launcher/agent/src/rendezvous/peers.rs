@@ -7,8 +7,8 @@
 //! The driver's task only hands messages over; it neither answers nor waits.
 //!
 //! Memory is bounded along the whole path: an answering node has at most [`WINDOW`] replies in flight that the asker
-//! has not acknowledged as used. A waiting asker also says every few seconds that it still waits, and thereby learns if
-//! the answering node has gone.
+//! has not acknowledged as used. A waiting asker also reports every few seconds that it is still waiting, and thereby
+//! learns if the answering node is gone.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

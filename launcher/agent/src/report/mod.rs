@@ -1,5 +1,5 @@
-//! The failure report, printed to stderr at the end. Its order is that in which the user needs it: root cause, last
-//! lines of the rank that caused it, subsequent failures, location of the logs.
+//! The failure report, printed to stderr at the end. It is ordered by what the user needs first: root cause, last lines
+//! of the rank that caused it, subsequent failures, location of the logs.
 //!
 //! Control characters in the output of workers are escaped, so that a worker cannot forge a report.
 

@@ -2,8 +2,8 @@
 //! nodes, on a simulated clock. Networks are slow, drop packets in one direction or both, and reset connections; agents
 //! are killed and start again, hosts lose power, workers fail, jobs are stopped; clocks differ by up to 1 %.
 //!
-//! A seed determines everything. A failure prints its seed and a trace of all events. The ordinary test takes 1,000
-//! seeds and a few seconds; `XLAUNCH_TEST_SEEDS=0..10000`, as in the gate, takes half a minute.
+//! A seed determines everything. A failure prints its seed and a trace of all events. The ordinary test runs 1,000
+//! seeds in a few seconds; `XLAUNCH_TEST_SEEDS=0..10000`, as in the gate, takes half a minute.
 
 mod invariants;
 mod network;

@@ -11,11 +11,11 @@
 //! - The driver's task never waits for a disk or a terminal. Every [`ReportSink`] has a bounded queue and a writer
 //!   thread of its own, which also creates its file, so that a sink that blocks delays neither the driver nor another
 //!   sink.
-//! - Nothing is lost silently. A report that finds the queue of a file full is dropped; the user is told at the first
-//!   one, and gets the number at the end. Dropped console lines are counted, and the count is printed once the console
-//!   has caught up.
-//! - If a file cannot be written, the user is told, every further report tries again, and the number of missing reports
-//!   is printed at the end. A console that cannot be written is not used any more. Training continues.
+//! - Nothing is lost silently. A report that finds the queue of a file full is dropped; the user is told when this
+//!   first happens, and gets the number at the end. Dropped console lines are counted, and the count is printed once
+//!   the console has caught up.
+//! - If a file cannot be written, the user is told, each further report tries again, and the number of missing reports
+//!   is printed at the end. A console that cannot be written to is no longer used. Training continues.
 //! - [`Sinks::finish`] flushes all queues within a deadline, files first.
 
 mod appender;

@@ -1,4 +1,4 @@
-//! One attempt: its workers, their failures, and how far they have been told to end.
+//! One attempt: its workers, their failures, and how firmly they have been told to end.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -1,5 +1,5 @@
-//! Interprets the exit of a worker: either nothing, or a failure with its exit code, and whether it is a consequence of
-//! another one.
+//! Interprets the exit of a worker: it is either no failure, or a failure with an exit code, which may be the
+//! consequence of another one.
 
 use xlaunch_proto::accounting::RESTART_CAUSES;
 use xlaunch_spec::exit::ExitCode;

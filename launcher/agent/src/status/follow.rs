@@ -2,8 +2,8 @@
 //!
 //! A log that has reached its size limit is renamed to `NAME.1`, which replaces the previous one; a new attempt writes
 //! to a new directory. A reader keeps its file open, so rotation loses nothing of that file. A reader that falls behind
-//! by more than two rotations misses the files in between, and is told how many bytes. Memory is bounded: the next
-//! chunk is read when the caller has taken the last one.
+//! by more than two rotations misses the files in between, and is told how many bytes it missed. Memory is bounded: the
+//! next chunk is read when the caller has taken the last one.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! Resource usage of a rank's process tree, from `/proc` and NVML.
 //!
 //! A tree is a process and its descendants by parent links. Its CPU time includes that of children that have exited and
-//! were waited for, so that short-lived processes count too. A process that was reparented is not in the tree.
+//! been reaped, so that short-lived processes count too. A process that was reparented is not in the tree.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};

@@ -1,8 +1,8 @@
 //! Pending requests for a checkpoint of a running training job, made by a call or by SIGUSR1. Pure except for the
 //! replies to callers.
 //!
-//! A request is fulfilled by the first checkpoint of the step that was current when it arrived or of a later step,
-//! whatever that checkpoint was saved for.
+//! A request is fulfilled by the first checkpoint of the step that was current when it arrived, or of a later step,
+//! whatever the reason for that checkpoint.
 
 use tokio::sync::oneshot;
 use tonic::Status;

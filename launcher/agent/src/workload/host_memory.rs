@@ -1,9 +1,9 @@
 //! Decides whether the ranks of this node fit into its memory, and where the state of a job is kept while it is saved.
 //! Pure.
 //!
-//! Training alone must fit, or the job is refused before it starts: the kernel's OOM killer would kill it later. A save
-//! needs room for a copy of the state in addition; without that room, the ranks write their state piece by piece while
-//! training waits.
+//! Training itself must fit, or the job is refused before it starts, because the kernel's OOM killer would kill it
+//! later. A save additionally needs room for a copy of the state; without that room, the ranks write their state piece
+//! by piece while training waits.
 
 use xlaunch_spec::job::{JobSpec, Shard};
 use xlaunch_spec::quantities::shortage_texts;

@@ -1,16 +1,16 @@
 //! Finds stragglers: ranks that are slower than the others. Pure.
 //!
-//! All ranks make each step together, so the slowest one sets the pace. Each rank reports the duration of a step
-//! without the time that it waited for others. It is compared with the median over all ranks in two ways:
+//! All ranks make each step together, so the slowest one sets the pace. Each rank reports the duration of a step minus
+//! the time that it waited for others. It is compared with the median over all ranks in two ways:
 //! - its median step in a window of [`WINDOW_STEPS`] steps, [`WINDOWS`] times in a row, finds a rank that is always
 //!   slow;
 //! - its total time in a span of windows that took [`SPAN_SECONDS`], [`SPANS`] times in a row, finds a rank that pauses
 //!   now and then but whose median step is as fast as that of the others.
 //!
-//! A rank above [`SLOW_FACTOR`] x the median is a straggler, until the first window and span in which it is below.
+//! A rank above [`SLOW_FACTOR`] x the median is a straggler until the first window and span in which it is below that.
 //! Stragglers are reported, never terminated.
 //!
-//! A window is evaluated once every rank has completed it. With two ranks, the lower of both times is the median.
+//! A window is evaluated once every rank has completed it. With two ranks, the median is the lower of the two times.
 
 use std::collections::{BTreeMap, VecDeque};
 

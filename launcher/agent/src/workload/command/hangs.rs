@@ -4,7 +4,7 @@
 //! ```text
 //! files --> agent of another node --RankHeartbeats--> agent of rank 0: HeartbeatMonitor --NodeHung--> all agents
 //! ```
-//! Each agent sends its ranks' heartbeats to the agent of rank 0 alone, once a second and when a rank exits, so the
+//! Each agent sends its ranks' heartbeats only to the agent of rank 0, once a second and when a rank exits, so the
 //! traffic grows with the number of ranks, not with its square.
 
 use std::collections::{BTreeMap, BTreeSet};
