@@ -1,4 +1,4 @@
-//! Takes on a node's role in its group, and switches to the other role as long as the election is open.
+//! Assumes a node's role in its group, and can switch to the other role as long as the election is open.
 
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::time::Duration;

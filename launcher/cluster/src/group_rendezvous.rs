@@ -1,5 +1,5 @@
-//! The rendezvous of the nodes of one attempt. Its inputs are the values that each node's agent has found its own ranks
-//! to agree on. Pure: the coordinator feeds it.
+//! The rendezvous of the nodes of one attempt. Its inputs are the values on which the ranks of each node agree, as
+//! found by the node's agent. Pure: the coordinator feeds it.
 //!
 //! Nodes join in any order. Each gets a reply of its own, whose size does not depend on the number of nodes: of the
 //! other nodes it names only the address of the next one's first rank, to which this node's last rank connects its

@@ -6,7 +6,7 @@
 //! ```
 //! Before the link:
 //! - [`nodes`]: settings of a job on several nodes; [`work`]: what its agents must agree on;
-//! - [`join`]: from the start of an agent to its link; [`candidacy`]: takes on a role, the coordinator's or another;
+//! - [`join`]: from the start of an agent to its link; [`candidacy`]: assumes a role, as the coordinator or not;
 //! - `roles`: decides which node runs the coordinator (pure); `notices` and [`refusals`]: decide when to tell the user
 //!   what keeps a node from joining (pure);
 //! - [`net`]: connections, encrypted and authenticated; [`shared`]: whether the nodes share a directory.

@@ -2,9 +2,9 @@
 //! decisions.
 //!
 //! - **Lease.** The coordinator considers a node lost when it has not heard from it for the time of the lease. The link
-//!   counts from the time at which it sent the last message that was answered, which is earlier, and has the workers
-//!   ended before the lease expires ([`FromGroup::CutOff`]).
-//! - **Connections.** A silent connection is given up for a new one. Closing a connection tells the coordinator that
+//!   counts from the time at which it sent the last message that was answered, which is earlier, and makes the driver
+//!   end the workers before the lease expires ([`FromGroup::CutOff`]).
+//! - **Connections.** A silent connection is replaced by a new one. Closing a connection tells the coordinator that
 //!   this agent is gone, so `link` closes one only once the coordinator knows a newer one.
 //! - **Membership.** An agent that the coordinator no longer knows ends its workers and joins as a new member.
 //!

@@ -1,4 +1,4 @@
-//! Decides when a node that is waiting says so to its user. Pure: time is an argument.
+//! Decides when a waiting node tells its user that it is waiting. Pure: time is an argument.
 
 use std::time::{Duration, Instant};
 

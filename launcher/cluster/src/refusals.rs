@@ -1,8 +1,8 @@
 //! Decides which refused callers are named to the user of the coordinator's node. Pure: time is an argument.
 //!
-//! A node that is refused tries again or is started again, and a port scanner goes on for ever. The same caller is
-//! therefore named once per [`REPEAT_INTERVAL`], and at most [`MAX_CALLERS_NAMED`] callers within that time. Further
-//! refusals are counted, and the next line reports their number.
+//! A node that is refused tries again or is started again, and a port scanner never stops. The same caller is therefore
+//! named once per [`REPEAT_INTERVAL`], and at most [`MAX_CALLERS_NAMED`] callers within that time. Further refusals are
+//! counted, and the next line reports their number.
 
 use std::time::{Duration, Instant};
 

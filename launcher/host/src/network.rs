@@ -1,7 +1,7 @@
 //! Addresses of this host: those on which the coordinator listens, and the one that an agent tells the other nodes.
 //!
 //! Names are resolved and interfaces are listed at the edge; the choices are pure functions of the results. Between
-//! hosts, neither loopback nor link-local addresses are usable. An endpoint that names the loopback itself
+//! hosts, neither loopback nor link-local addresses are usable. An endpoint that names the loopback address itself
 //! (`localhost`, `127.0.0.1`, `::1`) means that all agents of the job are on this host.
 
 use std::io;

@@ -1,8 +1,8 @@
 //! Secrets in command lines and settings that are shown to users of other nodes, and in their logs. Pure.
 //!
 //! A value is hidden if its name says that it is a secret (`--api-key`, `HF_TOKEN`), or if it looks like one: a known
-//! prefix of access tokens, a long run of letters and digits, or the user part of a URL. What is hidden by mistake, as
-//! a commit hash, costs a message its detail; a secret that is shown has to be replaced.
+//! prefix of access tokens, a long run of letters and digits, or the user part of a URL. Hiding a value by mistake,
+//! such as a commit hash, only makes a message less detailed; a secret that is shown has to be replaced.
 
 use std::ffi::{OsStr, OsString};
 

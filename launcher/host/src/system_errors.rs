@@ -1,4 +1,4 @@
-//! Advice for errors of system calls that mean that a limit was reached or that the kernel refuses the call.
+//! Advice for system call errors which mean that a limit was reached or that the kernel refuses the call.
 
 use std::io;
 

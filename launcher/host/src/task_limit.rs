@@ -1,8 +1,8 @@
-//! Finds the limit because of which the system refuses to start a thread or a process.
+//! Finds the limit that makes the system refuse to start a thread or a process.
 //!
 //! The kernel answers `EAGAIN` for several limits, and the C library also answers it for a thread whose stack does not
-//! fit into the address space. So the limits are compared with their use, and the one that is reached is named. The use
-//! is read after the refusal, when some of the threads may already have ended again.
+//! fit into the address space. So each limit is compared with its usage, and the one that is reached is named. The
+//! usage is read after the refusal, when some of the threads may already have ended.
 
 use std::path::{Path, PathBuf};
 

@@ -6,8 +6,8 @@
 //! ```
 //! A caller costs a descriptor until its handshake starts, then a small task until it sends something, and then the
 //! state of one handshake. The tasks run on all threads of the runtime. A connection that has been yielded is no longer
-//! counted: its caller is a member. Without security the preface is all that a caller has to send, and the same limits
-//! hold until then.
+//! counted: its caller is a member. Without security, the preface is all that a caller has to send, and the same limits
+//! apply until then.
 
 use std::fmt;
 use std::io;

@@ -3,8 +3,8 @@
 //! ```text
 //! --token-file, XLAUNCH_TOKEN, or random --> Token --HKDF-SHA256--> key of the coordinator, key of the agents
 //! ```
-//! Every node derives both keys, so the members of a job trust each other. Two keys are needed nevertheless: a message
-//! of one role can then never be sent back to its author as a message of the other role.
+//! Every node derives both keys, so the members of a job trust each other. Two keys are needed nevertheless, so that a
+//! message of one role can never be sent back to its author as a message of the other role.
 //!
 //! The coordinator proves its key before it knows the caller, so any process that reaches the port can test guesses of
 //! the token offline. A token must therefore be random. Its length is checked here; its randomness cannot be.

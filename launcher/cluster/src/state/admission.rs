@@ -1,8 +1,8 @@
 //! Decides who may become a member of the group.
 //!
 //! A fixed rank has one holder. An agent that claims a held rank waits. If the holder shows that it is alive, the claim
-//! is refused; if the holder is lost, the claimant replaces it. Waiting helps because after a power loss or a killed
-//! agent, the next agent is often back before the lease is over.
+//! is refused; if the holder is lost, the claimant replaces it. Waiting helps because, after a power loss or the death
+//! of an agent, the next agent is often there before the lease is over.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;

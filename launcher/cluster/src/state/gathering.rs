@@ -1,8 +1,8 @@
 //! Decides when there are enough members for an attempt, and assigns their node ranks.
 //!
 //! An attempt begins with the maximum number of nodes, or with fewer when the last call is over. Members keep their
-//! node rank from attempt to attempt. A new member gets the rank that it asks for, or else a free one, in order of
-//! addresses. Ranks move down only if the group has become smaller.
+//! node rank from attempt to attempt. A new member gets the rank that it asks for, or else a free one, assigned in
+//! order of addresses. Ranks move down only if the group has become smaller.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;

@@ -4,7 +4,7 @@
 //! 1. its exit code is final: the next attempt would end in the same way;
 //! 2. the parameters on a device differed from those of other ranks for the second time;
 //! 3. the budget is spent: `max_restarts` over the whole job, as with torchrun, or within `restart_window`;
-//! 4. it was the last of [`MAX_FRUITLESS_ATTEMPTS`] in a row without progress, however long each one took.
+//! 4. it was the last of [`MAX_FRUITLESS_ATTEMPTS`] consecutive attempts without progress, however long each one took.
 //!
 //! The next attempt starts at once after progress: a job that advances between failures is worth restarting. After a
 //! first attempt without progress the next one starts at once too; the last one waits for [`RETRY_DELAY`] plus up to a

@@ -1,4 +1,4 @@
-//! Requests to stop the whole job, or one node that the others can do without.
+//! Requests to stop the whole job, or one node if the others can continue without it.
 
 use std::time::Instant;
 

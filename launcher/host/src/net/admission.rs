@@ -3,9 +3,9 @@
 //! ```text
 //! caller --decide(holder, now)--> Admit | Evict(another) | Refuse
 //! ```
-//! Entries are kept in order of arrival, each counted to a holder: a user, or an address. While there is room, every
-//! caller is admitted. Otherwise the holder with the most entries loses one to a holder with clearly fewer; else the
-//! caller replaces the oldest entry that [yields](Entry::yields).
+//! Entries are kept in order of arrival, and each counts against a holder: a user, or an address. While there is room,
+//! every caller is admitted. Otherwise the holder with the most entries loses one to a holder with clearly fewer; else
+//! the caller replaces the oldest entry that [yields](Entry::yields).
 
 use std::collections::BTreeMap;
 use std::time::Instant;

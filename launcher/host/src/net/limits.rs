@@ -4,8 +4,8 @@
 //! without a call in progress. If the total limit is reached, it replaces one of the user with the most connections. A
 //! connection without any call is closed after a timeout. [`Peer::begin_call`] marks a connection as busy.
 //!
-//! One person can connect with many user ids, from user namespaces: [`Credentials::holder`] is the user to whom such a
-//! connection is counted. Connections with [`Credentials::reserved`] have separate limits.
+//! One person can connect with many user ids, from user namespaces: [`Credentials::holder`] is the user against whom
+//! such a connection counts. Connections with [`Credentials::reserved`] have separate limits.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,4 +1,4 @@
-//! Waits for the GPU driver to release the memory of exited processes. That takes a while, and a worker that starts too
+//! Waits for the GPU driver to release the memory of exited processes. This takes a while, and a worker that starts too
 //! early may run out of memory.
 
 use std::time::{Duration, Instant};
