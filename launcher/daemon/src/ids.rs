@@ -1,7 +1,7 @@
 //! Stores the highest job id that may have been assigned, separately from the journal.
 //!
 //! Ids name directories, units and accounts, so no id may be assigned twice, even if the journal is lost or an old
-//! journal is restored. Ids are reserved in blocks, so that only few submissions have to write this file.
+//! journal is restored. Ids are reserved in blocks, so that only a few submissions have to write this file.
 
 use std::io;
 use std::path::{Path, PathBuf};

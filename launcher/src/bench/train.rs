@@ -6,13 +6,13 @@
 //! launch 3: the same without any all-reduce                              -> waiting
 //! launch 4: calibration of the device, if it is not cached               -> peak FLOP/s
 //! ```
-//! Launches 2 and 3 are made only with several ranks. A step takes longer than one rank's own work for two reasons. The
+//! Launches 2 and 3 run only with several ranks. A step takes longer than one rank's own work for two reasons. The
 //! first is that ranks wait for the slowest one. Launch 2 still has the small all-reduce of loss and flags, so its
 //! steps take as long as those of the slowest rank; in launch 3 each rank takes only the time of its own work. The
 //! second is communication that backward and forward do not hide.
 //!
 //! Evaluation, sampling and checkpoints are turned off. Step times are those of rank 0, as all ranks synchronize in
-//! every step. In launch 3 they do not, so there the step time is the mean of all ranks' medians.
+//! every step. In launch 3 they do not, so its step time is the mean of all ranks' medians.
 
 use std::fmt::Write;
 use std::time::Instant;

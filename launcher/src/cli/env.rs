@@ -1,6 +1,6 @@
 //! `xlaunch env`: shows the engine that started this process, the settings that a launch without flags takes from it,
-//! and the CUDA libraries that workers load. It never prints a token, and always exits with 0, as a problem is part of
-//! the answer.
+//! and the CUDA libraries that workers load. It never prints a token, and always exits with 0, since problems are part
+//! of the answer.
 
 use clap::Args;
 use serde_json::{Value, json};

@@ -1,4 +1,4 @@
-//! Job numbers on the command line, single or as ranges, and the results of calls for each of them.
+//! Job numbers on the command line, given singly or as ranges, and the results of calls for each of them.
 
 use xlaunch_proto::convert::node::MAX_ARRAY_JOBS;
 use xlaunch_proto::json;

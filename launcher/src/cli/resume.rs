@@ -1,4 +1,4 @@
-//! `--resume` in a different directory than before: by default, runs are below the working directory, so a job that is
+//! `--resume` in a different directory than before. By default, runs are below the working directory, so a job that is
 //! started elsewhere would not find them, and would start again from step 1.
 
 use std::path::{Path, PathBuf};

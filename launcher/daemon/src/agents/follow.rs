@@ -8,9 +8,9 @@
 //!                                                    v
 //!                     begun: its result, or lost; otherwise not started
 //! ```
-//! Whether the agent runs is determined from its unit or process ([`Agent`]). The files in its directory, which its
-//! user can forge, are read only after the agent is known to have exited, so that they can neither free a slot in use
-//! nor keep an unused one.
+//! Whether the agent is running is determined from its unit or process ([`Agent`]). The files in its directory, which
+//! its user can forge, are read only after the agent is known to have exited, so that they can neither free a slot in
+//! use nor keep an unused one.
 
 use std::io;
 use std::path::PathBuf;

@@ -5,10 +5,10 @@
 //! Starting --> prolog --> agent ... exited --> epilog --> Ended --> on_end
 //!                '--> failed: the node is drained, the job waits
 //! ```
-//! If a prolog that runs as the job's user fails, the job fails instead: the user can make the prolog fail, so that
-//! says nothing about the node.
+//! If a prolog that runs as the job's user fails, the job fails instead: the user can make such a prolog fail, so its
+//! failure says nothing about the node.
 //!
-//! After a daemon was killed, the next one runs the prolog again when it starts the job again, and the epilog when it
+//! After a daemon has been killed, the next one runs the prolog again when it restarts the job, and the epilog when it
 //! finds that the job has ended. So hooks run at least once for each start. Under systemd, each hook is a unit of its
 //! own, outside the confinement of the daemon's unit; otherwise it is a process in its own session. A hook that takes
 //! too long is killed.

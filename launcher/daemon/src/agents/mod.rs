@@ -8,8 +8,8 @@
 //! spawn (its input is a pipe) --> record the process --> write the description to the pipe, close it --> begun
 //! ```
 //! An agent does nothing before it has read a complete description. If the daemon dies before that, the agent ends
-//! without a trace; an agent with a description has always been recorded. Whether an agent runs is determined from its
-//! unit, or from its process through a pidfd, and never from anything that its user can write.
+//! without a trace; an agent with a description has always been recorded. Whether an agent is running is determined
+//! from its unit, or from its process through a pidfd, and never from anything that its user can write.
 //!
 //! - [`follow`]: the task that follows one start of a job; [`connect`]: connections to agents;
 //! - `process`, `unit`: an agent as a detached process, or as a systemd unit; [`task_cgroup`]: limits of the former;

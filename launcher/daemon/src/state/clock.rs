@@ -1,4 +1,4 @@
-//! The node's clock, with which all durations are measured: time limits, reservations, the decay of usage. Pure.
+//! The node's clock, which measures all durations: time limits, reservations, the decay of usage. Pure.
 //!
 //! Times in the journal are in milliseconds on this clock. At boot, the clock is set to the time since 1970, and then
 //! advances with CLOCK_BOOTTIME, so setting the system clock does not change it. It never goes back, even across

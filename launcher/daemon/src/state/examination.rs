@@ -5,7 +5,7 @@
 //!            '------> skipped: held by a job, in foreign use, sick, or excluded by jobs.leave_gpus
 //! ```
 //! Examinations are not in the journal: they end with the daemon, and the next daemon finds the GPUs free. Drained GPUs
-//! are examined too, because that shows whether a repair was successful; they stay drained.
+//! are examined too, to show whether a repair was successful; they stay drained.
 
 use std::time::Duration;
 

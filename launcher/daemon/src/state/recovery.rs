@@ -1,5 +1,5 @@
-//! Recovers jobs that run or have files but are not in the journal, because it was damaged, lost, or replaced by an
-//! older one. Pure.
+//! Recovers jobs that are running or have files but are missing from the journal, because it was damaged, lost, or
+//! replaced by an older one. Pure.
 //!
 //! ```text
 //! found --> an agent was recorded, or its unit runs --> Submitted, Starting: adopted like any other job

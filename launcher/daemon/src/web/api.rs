@@ -1,5 +1,5 @@
 //! Returns the view as JSON, for the page and for scripts: the objects that `--json` prints too
-//! ([`xlaunch_proto::json`]). Each job has in addition the figures of its status that a list shows.
+//! ([`xlaunch_proto::json`]). Each job also has the figures of its status that a list shows.
 
 use serde_json::{Value, json};
 use xlaunch_proto::v1::{Job, JobKind, NodeJobState, StatusReply};

@@ -1,4 +1,4 @@
-//! The table of flags, from which the parser and `--help` are driven.
+//! The table of flags, which drives the parser and `--help`.
 //!
 //! Names are spelled with dashes; underscores are accepted too. Most of torchrun's flags can also be set by an
 //! environment variable, `PET_<NAME>`.

@@ -6,7 +6,7 @@
 //! Invariants:
 //! - `--standalone`, `--nnodes 1` and an engine's allocation of one node give a launch on one node, without a socket;
 //! - when called as torchrun, a launch does not look for an engine, like torchrun;
-//! - a number of nodes or a rank that contradicts the engine is refused, and the error names both;
+//! - a number of nodes or a rank that contradicts the engine is refused, and the error names both values;
 //! - several nodes authenticate each other unless the user turns that off, or calls this program torchrun.
 
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Recognises files and directories that Python runs, so that they can be launched without a flag. torchrun passes
+//! Recognises files and directories that Python can run, so that they can be launched without a flag. torchrun passes
 //! every target to Python; xlaunch also has subcommands and runs programs, so it inspects the target.
 
 use std::io::Read;
