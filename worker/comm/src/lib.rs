@@ -1,4 +1,4 @@
-//! Collectives over ranks: NCCL between GPUs, a ring over sockets between CPU workers, nothing for a single rank.
+//! Collectives over ranks: NCCL between GPUs, a ring over sockets between CPU workers, and nothing for a single rank.
 //!
 //! - a trainer starts [`Operation`]s of a [`Collective`] and waits for them; [`Nccl`], [`Ring`] and [`Local`] implement
 //!   it;

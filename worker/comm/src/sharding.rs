@@ -4,9 +4,10 @@
 //! arena, two buckets, two ranks:   | shard 0 | shard 1 |      shard 0      |      shard 1      |
 //! state of rank 1:                 | shard 1 |      shard 1      |
 //! ```
-//! A bucket is cut into one shard per rank. They are equal, except that the last one also has what is left if the
+//! A bucket is cut into one shard per rank. They are equal, except that the last one also has the remainder if the
 //! bucket is not a multiple of the number of ranks. A rank stores its shards contiguously, in the order of the buckets,
-//! so that one kernel launch updates all of them. A bucket of parameters that only some ranks have is cut among these.
+//! so that one kernel launch updates all of them. A bucket of parameters that only some ranks have is divided among
+//! those ranks.
 
 use std::ops::Range;
 

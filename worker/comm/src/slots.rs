@@ -1,7 +1,7 @@
 //! Memory for a few buckets of an arena at a time.
 //!
 //! A pass over a model uses its parameters part by part. If ranks keep only a shard of each bucket, whole buckets are
-//! needed only for a time: they take turns in the slots of a tensor that is smaller than the arena.
+//! needed only temporarily: they take turns in the slots of a tensor that is smaller than the arena.
 //!
 //! ```text
 //! arena:   | 0 | 1 | 2 | 3 | 4 | 5 | kept |          parts: 5 4, 4 3, 3 2, ...
@@ -9,7 +9,7 @@
 //!            3   4   5
 //! ```
 //! The position of a bucket never changes, so that captured graphs can be replayed. The buckets of a group, that is, of
-//! a parameter that is cut, are stored in one piece, because operations use the parameter as a whole; they are still
+//! a parameter that is split, are stored in one piece, because operations use the parameter as a whole; they are still
 //! gathered and reduced one by one. Two groups share memory only if no part needs one of them while the part before or
 //! after it needs the other. So while a part is being computed, the buckets of the next part can be gathered, and those
 //! of the previous part can be reduced.

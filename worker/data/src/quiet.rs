@@ -1,4 +1,4 @@
-//! Catches panics of libraries, which become errors, without printing them.
+//! Catches panics in libraries and turns them into errors, without printing them.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};

@@ -1,7 +1,7 @@
 //! Finds files below a directory.
 //!
-//! Directories that cannot be meant as data are skipped: hidden ones, caches (tagged with `CACHEDIR.TAG`, like cargo's
-//! target directory), Python's virtual environments, and those selected by the caller.
+//! Directories that cannot be intended as data are skipped: hidden ones, caches (tagged with `CACHEDIR.TAG`, like
+//! cargo's target directory), Python's virtual environments, and those selected by the caller.
 
 use std::path::{Component, Path, PathBuf};
 

@@ -1,13 +1,12 @@
-//! Collectives between GPUs by NCCL, on a separate CUDA stream.
+//! Collectives between GPUs with NCCL, on a separate CUDA stream.
 //!
 //! ```text
 //! compute stream:  gradients written --event--.                    .--event-- waited: work that needs the results
 //! comm stream:                                 `-- ncclAllReduce --'
 //! ```
 //! The host only enqueues. Leases are dropped by [`Wait::All`]. Leases of gathers or reduce-scatters that were started
-//! together are dropped as soon as the first of them is waited for. Everything that
-//! is enqueued on the compute stream afterwards, including work on a block that the pool has reused, is ordered after
-//! the kernels that used the leases.
+//! together are dropped as soon as the first of them is waited for. Everything enqueued on the compute stream
+//! afterwards, including work on a block that the pool has reused, is ordered after the kernels that used the leases.
 //!
 //! Operations among some ranks have communicators of their own. Those of a group that are
 //! [exchanged](Collective::exchange) are enqueued on the compute stream itself, between the kernels that write their

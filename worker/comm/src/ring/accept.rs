@@ -1,8 +1,8 @@
-//! Accepts the previous rank, among any other processes that connect.
+//! Accepts the previous rank among all processes that connect.
 //!
 //! One thread greets all callers in parallel, and no caller can delay the others: sockets are non-blocking, each has a
-//! time limit, and their number is bounded. When there are too many, the oldest is dropped. That may hit the previous
-//! rank, but it dials again until the deadline.
+//! time limit, and their number is bounded. When there are too many, the oldest is dropped. This may affect the
+//! previous rank, but it dials again until the deadline.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read, Write};

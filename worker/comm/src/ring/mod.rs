@@ -6,9 +6,9 @@
 //! ```
 //! The elements are cut into one chunk per rank. Reduce-scatter: chunk c starts at rank c + 1 and travels around the
 //! ring while each rank adds its own part, `x[c] + (x[c-1] + ... + (x[c+2] + x[c+1]))`, so that rank c ends up with the
-//! sum of its chunk. All-gather: the sum travels around once more, to all other ranks. All-reduce is one after the
-//! other; the two are also available separately. An operation among some ranks goes around the whole ring, too: every
-//! set of ranks that takes part has a lane of its own, in which the others have zeros.
+//! sum of its chunk. All-gather: the sum travels around once more, to all other ranks. All-reduce is the one followed
+//! by the other; the two are also available separately. An operation among some of the ranks goes around the whole
+//! ring, too: every participating set of ranks has a lane of its own, in which the others contribute zeros.
 //!
 //! Invariants:
 //! - each sum is computed once, in an order that depends only on the ranks, and then copied. So all ranks end up with

@@ -1,8 +1,9 @@
-//! The forms in which a template takes the content of messages: a string, a list of parts, or either.
+//! The forms in which a template accepts the content of messages: a string, a list of parts, or either.
 //!
-//! Most templates write strings only, and would print a list as Python does. Those of models with images may write
-//! lists only, and nothing of a string. Short chats tell which. A list is passed on where the template writes lists: it
-//! decides what is between the parts, as in `transformers`. Elsewhere the parts are joined, as most templates do.
+//! Most templates write only strings, and would print a list as Python does. Those of image models may write only
+//! lists, and nothing of a string. Rendering short chats shows which. If the template writes lists, a list is passed
+//! on, and the template decides what is between the parts, as in `transformers`. Otherwise the parts are joined, as
+//! most templates do.
 
 use minijinja::value::{Value, ValueKind};
 

@@ -1,4 +1,4 @@
-//! Encodes rows of chats: their ids, and which of them count for the loss.
+//! Encodes rows of chats: their ids, and which of them count in the loss.
 
 use std::collections::HashSet;
 use std::ops::Range;

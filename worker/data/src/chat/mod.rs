@@ -5,10 +5,10 @@
 //!                                  \--> beginnings of the text --spans--/
 //! ```
 //! - `templates` finds the chat template of a tokenizer; `template` renders chats with it as Python's `transformers`
-//!   does; `rewrite` prepares its source, `python` has what templates expect of Python, and `content` brings messages
-//!   to the form that a template takes;
-//! - the text of the assistant is what a template's `generation` blocks contain; `spans` derives it for templates that
-//!   have none.
+//!   does; `rewrite` prepares its source, `python` has what templates expect of Python, and `content` converts messages
+//!   to the form that a template accepts;
+//! - the text of the assistant is the contents of a template's `generation` blocks; `spans` derives it for templates
+//!   that have none.
 //!
 //! Invariant: if it is not certain which tokens the model would write, a chat is refused.
 

@@ -1,4 +1,4 @@
-//! A row of chat data: checks its form, and brings the ways to write chats to one. Pure.
+//! A row of chat data: checks its form, and converts the different ways of writing chats to a single one. Pure.
 
 use minijinja::value::{Value, ValueKind};
 

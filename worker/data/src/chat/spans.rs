@@ -4,8 +4,8 @@
 //! Both must be beginnings of the whole chat, with three exceptions that public templates need:
 //! - the prompt may end with an opening `<think>`, or with empty thoughts, that are not in the chat;
 //! - thoughts may be missing from earlier answers of the whole chat. Such an answer must be the end of the same answer
-//!   as the last one, up to a special token, and there must be only one such end;
-//! - the end-of-text token may be written after the last message only, as a probe of the template tells.
+//!   rendered as the last one, up to a special token, and there must be only one such end;
+//! - the end-of-text token may be written after the last message only, which a probe of the template detects.
 //!
 //! Anything else is refused: it is not known which part of the text the model would have written.
 

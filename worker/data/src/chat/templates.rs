@@ -1,4 +1,4 @@
-//! Finds the chat template of a tokenizer, and the files that prepared chats take along.
+//! Finds the chat template of a tokenizer, and the files that are copied along with prepared chats.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};

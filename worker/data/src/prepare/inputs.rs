@@ -1,6 +1,6 @@
 //! Expands arguments to files, in a stable order.
 //!
-//! Directories are searched for files, except those that cannot be meant as text ([`walk`]) and the output.
+//! Directories are searched for files, except those that cannot be intended as text ([`walk`]) and the output.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};

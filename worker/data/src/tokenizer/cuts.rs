@@ -5,7 +5,7 @@
 //! if many sample texts have the same words when they are whole and when they are cut there. If the tokenizer's words
 //! are longer than that, a cut still changes nothing if no token of the vocabulary spans such a place.
 //!
-//! Pieces have [`LONGEST_PIECE`] bytes if neither holds, and in texts without such a place.
+//! If neither holds, and in texts without such a place, pieces have [`LONGEST_PIECE`] bytes.
 
 use serde_json::{Map, Value};
 use tokenizers::{

@@ -1,4 +1,4 @@
-//! The additions of a file around and before a text: ids of its template, and spaces. Pure.
+//! What a tokenizer file adds around and before a text: ids of its template, and spaces. Pure.
 
 use serde_json::{Map, Value, json};
 
