@@ -1,8 +1,8 @@
 //! Predicts the memory that a job needs on each rank, without running it.
 //!
-//! The trainer itself runs a few steps, on a device without memory and with a collective without peers. So the
-//! sizes of all buffers, the order in which they are allocated and freed, and the behaviour of the pool are those of
-//! the real job. The memory use of libraries was measured on one kind of GPU.
+//! The trainer itself runs a few steps, on a device without memory and with a collective without peers. So the sizes of
+//! all buffers, the order in which they are allocated and freed, and the behaviour of the pool are the same as in the
+//! real job. The memory use of libraries was measured on one kind of GPU.
 
 use std::ops::Range;
 

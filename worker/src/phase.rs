@@ -1,5 +1,5 @@
-//! Activity of a rank: the phase and the collectives of the training thread, and a counter of progress that any thread
-//! makes between steps.
+//! Activity of a rank: the phase and the collectives of the training thread, and a counter of the progress that any
+//! thread makes between steps.
 //!
 //! ```text
 //! training thread --enter, begin_collective--> tracker --> heartbeats

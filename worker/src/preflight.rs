@@ -1,5 +1,5 @@
-//! Checks of a job before any worker is started: data, initial weights, the directory of checkpoints, and the
-//! checkpoint to resume from.
+//! Checks a job before any worker is started: data, initial weights, the directory of checkpoints, and the checkpoint
+//! to resume from.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -4,7 +4,7 @@
 //! Each thread runs the session of its rank, with its own connection to the agent, device, pool and communicator. Only
 //! the driver, libraries and the host allocator are shared, and their effect is what the comparison measures.
 //!
-//! Fail points are those of rank 0, and any thread may reach them.
+//! The fail points are those set for rank 0, and any thread may reach them.
 //!
 //! A thread cannot be killed, so the process ends with the first rank that fails: the others may wait for that rank
 //! forever.

@@ -1,4 +1,5 @@
-//! Sources of given weights: a model in Hugging Face's layout, a checkpoint, or a `model.safetensors` of this trainer.
+//! Sources of initial weights that the user names: a model in Hugging Face's layout, a checkpoint, or a
+//! `model.safetensors` of this trainer.
 //!
 //! A model may be used with shorter sequences than it was made for. The rest of its shape is a property of the weights.
 

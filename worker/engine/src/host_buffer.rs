@@ -4,9 +4,9 @@
 //! A buffer is either memory of this process, or a part of a memory file (`memfd_create`) that another process holds
 //! open, so that its contents outlive this process.
 //!
-//! While the driver pins memory, which takes a second for a few gigabytes, it admits no other call and so no launch.
-//! Buffers are therefore pinned piece by piece, with pauses, while the device is busy with other work. A copy to the
-//! host must not touch two pieces: see [`HostBuffer::pieces`].
+//! While the driver pins memory, which takes a second for a few gigabytes, it accepts no other call, and thus no
+//! launch. Buffers are therefore pinned piece by piece, with pauses, while the device is busy with other work. A copy
+//! to the host must not touch two pieces: see [`HostBuffer::pieces`].
 
 use std::fmt;
 use std::fs::File;

@@ -1,8 +1,8 @@
-//! A collective that skips the communication of gradients and weights, but not that of activations. For benchmarks and
-//! dry runs only: the replicas drift apart.
+//! A collective that skips the communication of gradients and weights, but not that of activations. It is for
+//! benchmarks and dry runs only, as the replicas drift apart.
 //!
 //! A training step with [`except_small`](SkipAllReduce::except_small) takes as long as the computation of its slowest
-//! rank; a complete step takes longer by the communication that backward does not hide. With
+//! rank; a complete step additionally takes the communication time that backward does not hide. With
 //! [`all`](SkipAllReduce::all) every rank takes as long as its own computation; the difference between the two is the
 //! time spent waiting for the slowest rank.
 //!

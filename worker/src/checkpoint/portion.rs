@@ -1,8 +1,8 @@
 //! The part of the arenas that one rank saves, so that all ranks together save everything once.
 //!
 //! A rank saves the shards that it updates if the optimizer is sharded. Otherwise every rank has the whole state, and
-//! saves an equal part of it. If ranks divide experts among themselves, those that have the same bucket save an equal
-//! part of it each. Checkpoints have the whole arena, so they do not depend on who has which experts.
+//! saves an equal part of it. If ranks divide experts among themselves, those that have the same bucket each save an
+//! equal part of it. Checkpoints have the whole arena, so they do not depend on which rank has which experts.
 
 use std::ops::Range;
 

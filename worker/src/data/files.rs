@@ -1,6 +1,6 @@
 //! Expands globs to a sorted list of files.
 //!
-//! Skips directories that cannot be meant as training data ([`walk`]), and the job's own output.
+//! Skips directories that cannot be intended as training data ([`walk`]), and the job's own output.
 
 use std::path::{Path, PathBuf};
 

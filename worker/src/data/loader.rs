@@ -1,4 +1,4 @@
-//! Reads batches ahead of their use on a separate thread.
+//! Reads batches in advance, on a separate thread.
 
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;

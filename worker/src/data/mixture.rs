@@ -1,8 +1,8 @@
 //! The rows of a split: those of one source, or of several that take turns.
 //!
-//! Each row comes from one source. Row k of a mixture is row j of the source whose turn it is, where j counts the rows
-//! of that source before ([`Turns`]): a pure function of k, like the rows of each source. A source whose rows are used
-//! up starts over in another order, like a single one in its next epoch.
+//! Each row comes from one source. Row k of a mixture is row j of the source whose turn it is, where j is the number of
+//! earlier rows of that source ([`Turns`]): a pure function of k, like the rows of each source. A source whose rows are
+//! used up starts over in another order, as a single source does in its next epoch.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Opens data files, and describes errors of reading them.
+//! Opens data files, and describes errors that occur when they are read.
 
 use std::fs::File;
 use std::path::Path;

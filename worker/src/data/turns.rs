@@ -2,8 +2,8 @@
 //!
 //! Rows are divided into periods of [`PERIOD`] rows with the same order. A source with the share `p / PERIOD` has `p`
 //! rows in each. Its row `j` of a period is released after `floor(j * PERIOD / p)` rows, and due as one of the first
-//! `ceil((j + 1) * PERIOD / p)`. The released row that is due first is next. Every row is in time, because that is
-//! possible: a schedule of fractions, which gives each source its share of every row, is in time, and then one of whole
+//! `ceil((j + 1) * PERIOD / p)`. The released row that is due first is next. Every row is on time, because that is
+//! possible: a schedule of fractions, which gives each source its share of every row, is on time, and then one of whole
 //! rows exists as well (the windows of proportionate-fair scheduling; Baruah et al., 1996).
 //!
 //! Invariant: among the first `n` rows, each source has its share of `n`, rounded down or up.

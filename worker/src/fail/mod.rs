@@ -1,4 +1,4 @@
-//! Fail points: places at which tests make a worker crash, hang, slow down or compute with a flipped bit.
+//! Fail points: places at which tests make a worker crash, hang, slow down, or compute with a flipped bit.
 //!
 //! `XLAUNCH_FAIL` holds the rules (`rules`, pure). [`arm`] reads them when the worker starts, and [`at`], [`io()`],
 //! [`skips`] and [`flipped_bit`] apply them (`armed`). [`check`] lets the launcher refuse an invalid variable before

@@ -3,8 +3,8 @@
 //! ```text
 //! submit --> waiting --schedule: free slot, prefill--> active --step, step, ... --> finished: its slot is free again
 //! ```
-//! Requests join and leave between steps, by the decisions of [`Schedule`]. A step has one row per active sequence, so
-//! a sequence that has ended costs nothing more.
+//! Requests join and leave between steps, as decided by [`Schedule`]. A step has one row per active sequence, so a
+//! sequence that has ended costs no more time.
 //!
 //! The next step of greedy decoding on a GPU is enqueued before the host reads the tokens of the current one, so the
 //! device never waits for the host. Results of that step for sequences that have ended in the meantime are ignored.

@@ -4,8 +4,8 @@
 //! prompts --settings--> requests --batch--> slots of a Decoder: prefill, then steps
 //!                                    ids --sample--> next ids --text--> whole characters --> the caller
 //! ```
-//! - `batch`: runs steps of a batch that requests join and leave, by the decisions of `schedule` (pure); `sequence`:
-//!   one of its texts;
+//! - `batch`: runs steps of a batch that requests join and leave, as decided by `schedule` (pure); `sequence`: one of
+//!   its texts;
 //! - `sample`: draws a token from logits (pure); `score`: log-probabilities (pure); `text`: stop strings (pure);
 //! - `settings`: what the files of a model say about prompts, ends of texts and sampling;
 //! - `command`: `xlaunch generate`. `xlaunch serve` is in [`crate::serve`].

@@ -1,7 +1,8 @@
 //! Reads a model in Hugging Face's layout: first checks every tensor's name, shape and type, then passes the values on
 //! as pieces of the arena.
 //!
-//! Symbolic links are followed, as the library's cache consists of them; names in the index must be plain file names.
+//! Symbolic links are followed, because the library's cache consists of them; names in the index must be plain file
+//! names.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read};

@@ -4,7 +4,7 @@
 //! of the arena, possibly in another [`Order`]:
 //! - the arena's fused matrices are split by rows: queries, keys and values; gate and up projections;
 //! - GPT-2's matrices are stored as `[inputs, outputs]`, the transpose of the arena's;
-//! - GPT-NeoX has the queries, keys and values of one head after the other;
+//! - GPT-NeoX has the queries, keys and values of one head after another;
 //! - rotation pairs elements i and i + R of the first 2 R of each head in files, and elements i and i + D/2 in the
 //!   arena, which differs if only a part of a head is rotated.
 

@@ -1,4 +1,4 @@
-//! Experts in decoding, with buffers that are allocated once: a step is captured, and must not allocate any.
+//! Experts in decoding. Their buffers are allocated once, because a step is captured and must not allocate any.
 
 use std::ops::Range;
 

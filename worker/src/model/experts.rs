@@ -1,4 +1,4 @@
-//! Blocks with experts: a router, and feed-forward layers of which each token uses those that it chooses.
+//! Blocks with experts: a router, and feed-forward layers, of which each token uses the ones chosen by the router.
 //!
 //! ```text
 //! x [N, C] -> logits -> experts, weights [N, k] -> offsets, order of the rows

@@ -1,8 +1,8 @@
 //! Tables of rotary angles.
 //!
-//! If only a part of each head is rotated, R of its D/2 pairs are; the others have the angle 0. A pair is always
-//! element i with i + D/2, so the rotated elements are 0 to R and D/2 to D/2 + R. Models in Hugging Face's layout have
-//! them at the start of the head.
+//! If only a part of each head is rotated, R of its D/2 pairs are rotated, and the others have the angle 0. A pair is
+//! always element i with i + D/2, so the rotated elements are 0 to R and D/2 to D/2 + R. Models in Hugging Face's
+//! layout have them at the start of the head.
 
 use std::f64::consts::{PI, TAU};
 use std::iter::repeat_n;

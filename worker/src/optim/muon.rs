@@ -10,8 +10,9 @@
 //! its matrices orthogonal, and they are all-gathered afterwards; otherwise every rank makes all of them orthogonal.
 //! Either way a matrix goes through the same operations, so results do not depend on sharding and owners.
 //!
-//! NorMuon's second moment of a row is in the place of AdamW's second moment of the row's first element. With a sharded
-//! optimizer a rank updates those in its shard. An all-reduce, to which other ranks add zeros, completes them.
+//! NorMuon's second moment of a row is stored in place of AdamW's second moment of the row's first element. With a
+//! sharded optimizer, a rank updates those in its shard; an all-reduce, to which the other ranks contribute zeros,
+//! completes them.
 
 use std::ops::Range;
 

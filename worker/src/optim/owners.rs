@@ -8,7 +8,7 @@
 //! with gaps at their ends. Within a part, matrices of one shape follow each other, so that they are multiplied
 //! together. Without owners there is a single part, with all matrices, on every rank.
 //!
-//! Matrices are assigned by longest processing time first: the most expensive matrix that is left goes to the rank with
+//! Matrices are assigned by longest processing time first: the most expensive remaining matrix goes to the rank with
 //! the least work so far. The slowest rank then takes at most 4/3 of the shortest possible time (Graham, 1969).
 
 use std::cmp::Reverse;

@@ -2,9 +2,8 @@
 //!
 //! The batches of an evaluation are numbered, and rank r of n evaluates batches r, r + n, and so on, so a batch has the
 //! same sequences regardless of the number of ranks. Every rank gets the loss of every sequence, and adds the losses in
-//! order in double precision: the result does not depend on the number of ranks. Each counts as often as it has
-//! targets. With `train.eval_tokens`, the number
-//! of sequences does not depend on the batch size either.
+//! order in double precision: the result does not depend on the number of ranks. Each loss is weighted by its number of
+//! targets. With `train.eval_tokens`, the number of sequences does not depend on the batch size either.
 
 use xlaunch_comm::{Collective, Operation};
 use xlaunch_engine::{DType, IGNORED, Tensor};

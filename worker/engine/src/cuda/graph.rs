@@ -1,4 +1,4 @@
-//! Captures the compute stream into CUDA graphs, which are then launched in one call each.
+//! Captures the compute stream into CUDA graphs, each of which is then launched in one call.
 
 use cudarc::driver::CudaGraph;
 use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};

@@ -1,5 +1,5 @@
-//! Kernels that are compiled on first use, because their macros depend on more than the precision: a head width or an
-//! activation function, say.
+//! Kernels that are compiled on first use, because their macros depend on more than the precision, such as a head width
+//! or an activation function.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

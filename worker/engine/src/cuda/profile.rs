@@ -1,7 +1,7 @@
 //! Times of kernels: while profiling is on, an event is recorded before and after every launch.
 //!
 //! The events add about 3 us to each kernel and prevent kernels from overlapping. The device's clock is aligned with
-//! the host's at the first launch, assuming that on an idle stream it starts at once.
+//! the host's at the first launch, assuming that a launch on an idle stream starts at once.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -4,8 +4,8 @@
 //! write: values -> pinned buffer -> device         the buffer is held until the host knows that the copy is done
 //! read:  device -> pinned buffer -> event ... wait for the event -> values
 //! ```
-//! When a read has been waited for, every earlier copy is done as well. A long series of writes without a read
-//! eventually waits.
+//! Once a read has completed, every earlier copy is done as well. A long series of writes without a read eventually
+//! waits.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;

@@ -1,4 +1,4 @@
-//! Log of the variant selected for each operation and shape, and of the reason why a faster one was not.
+//! Log of the variant selected for each operation and shape, and of the reason why a faster one was not selected.
 //!
 //! Prints one line to stderr for each operation and shape when it is first seen, and warnings about missing libraries.
 

@@ -1,6 +1,6 @@
 //! Documents that share rows of a batch.
 //!
-//! A row of T tokens may hold several documents one after another. A query sees keys of its own document only, and
+//! A row of T tokens may hold several documents one after another. A query sees only keys of its own document, and
 //! positions count from the first token of each document.
 
 use xlaunch_pool::DType;

@@ -5,10 +5,10 @@
 //! Every parameter starts at a multiple of `ALIGN` elements; gaps stay zero in every arena.
 //!
 //! If low-rank adapters are trained, the model's parameters are frozen. Gradients, optimizer state and checkpoints then
-//! have the layout of a second arena, that of the adapters, which is in the same order of blocks.
+//! have the layout of a second arena, that of the adapters, which has the same order of blocks.
 //!
-//! If ranks divide experts among themselves (`comm.experts`), the arenas of a rank have those of its experts only.
-//! Checkpoints have the whole arena, with all experts.
+//! If ranks divide experts among themselves (`comm.experts`), the arenas of a rank have only the parameters of its own
+//! experts. Checkpoints have the whole arena, with all experts.
 
 mod arena;
 mod build;

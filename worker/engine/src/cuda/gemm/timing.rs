@@ -6,7 +6,7 @@
 //! the layers of a model with a billion parameters, the fastest one before the limit takes up to 1.07 times as long as
 //! the best one at the limit, and 1.19 times for GPT-2's head.)
 //!
-//! A new host pays for all choices of a model before its first step, so long work is launched only a few times.
+//! On a new host, all choices for a model are made before its first step, so long work is launched only a few times.
 
 use crate::cuda::device::Device;
 use crate::cuda::profile::{mark, seconds};

@@ -1,9 +1,9 @@
 //! Attention on a GPU: selects the variant for a shape, and launches it.
 //!
 //! Short sequences with narrow heads run on our own kernels, whose blocks keep a whole head and which also apply the
-//! rotary embedding. For everything else, a separate kernel first rotates `qkv` in place. Then follow our own kernels
-//! for compute capability 9.0, where they are faster than cuDNN's; cuDNN's, if it has some; our own for compute
-//! capability 9.0, if they support the shape, which are about as fast; or our own tiled kernels.
+//! rotary embedding. For everything else, a separate kernel first rotates `qkv` in place. Then the first of these runs:
+//! our own kernels for compute capability 9.0, where they are faster than cuDNN's; cuDNN's, if it has some; our own for
+//! compute capability 9.0, which are about as fast, if they support the shape; or our own tiled kernels.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;

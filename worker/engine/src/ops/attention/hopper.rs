@@ -1,7 +1,7 @@
 //! Attention in bf16 on compute capability 9.0: launches of `hopper_*.cu`.
 //!
 //! Backward has two forms. Blocks of keys can add their parts of dq to fp32 sums, in the order in which they finish; or
-//! a kernel of its own computes dq in a fixed order, and the scores a second time for that.
+//! a separate kernel computes dq in a fixed order, for which it computes the scores a second time.
 
 use cudarc::driver::sys::CUtensorMap;
 use xlaunch_pool::DType;

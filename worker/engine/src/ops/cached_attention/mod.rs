@@ -5,8 +5,8 @@
 //! of the slot up to its own: `s = scale q k^T`, `p = softmax(s)`, `out = p v`. This operation treats rows of one
 //! prompt, of several prompts of different lengths, and of one step of several sequences alike.
 //!
-//! With a window, only its own and the `window - 1` positions before it; with a soft cap c, scores become
-//! `c tanh(s / c)` before the softmax.
+//! With a window, they attend only to its own and the `window - 1` positions before it; with a soft cap c, scores
+//! become `c tanh(s / c)` before the softmax.
 //!
 //! Slots and positions are read on the device, so that a captured step can be replayed at other positions. The caches
 //! of keys and of values are (S, Hkv, T, D) each, so a block reads the keys of one head from consecutive addresses.

@@ -1,4 +1,4 @@
-//! Balancing the load of experts by biases of their choice (Wang et al., 2024; DeepSeek-V3), without a loss.
+//! Balances the load of experts by biasing their choice (Wang et al., 2024; DeepSeek-V3), without a loss.
 //!
 //! After a step, the bias of an expert rises by `rate` if fewer tokens than the mean chose it, and falls by `rate` if
 //! more did. Loads are whole numbers and compared exactly, so the result does not depend on how they were added up.

@@ -1,9 +1,9 @@
 //! The router: scores of all experts, the k highest of each token, and the weights of these.
 //!
 //! `a = softmax(z)` or `a = sigmoid(z)` for the logits z of a token. The experts with the k highest logits are chosen;
-//! of equal ones, that with the lower index. With biases (Wang et al., 2024), those with the highest sums of score and
-//! bias are chosen instead. The weight of a chosen expert is its score without a bias, or with `normalise` its share of
-//! the sum over those chosen, times `scale`.
+//! if logits are equal, the one with the lower index. With biases (Wang et al., 2024), those with the highest sums of
+//! score and bias are chosen instead. The weight of a chosen expert is its score without a bias, or with `normalise`
+//! its share of the sum over those chosen, times `scale`.
 //!
 //! Backward adds the gradients of two losses. With `f_e` the share of all choices that went to expert e and `q = a /
 //! sum(a)`, the balance loss of a token is `E sum_e f_e q_e`: 1 for a balanced load (Fedus et al., 2021). Its gradient

@@ -2,8 +2,8 @@
 //!
 //! `rows[i] = x[choice_of[i] / k]`, and `out[n] = sum_j weights[n, j] rows[row_of[n k + j]]`, in the order of j.
 //!
-//! If a device has some of the experts only, the rows of the others, which come last, do not exist: `end`, in device
-//! memory, is the number of those that do. Others are neither read nor written, and sums are without them. Only the
+//! If a device has only some of the experts, the rows of the others, which come last, do not exist: `end`, in device
+//! memory, is the number of rows that do. The others are neither read nor written, and sums leave them out. Only the
 //! first [`PADDING_ROWS`] of them are written, as 0: GEMMs that sum over rows read whole tiles.
 
 use rayon::prelude::*;

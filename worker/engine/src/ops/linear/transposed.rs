@@ -2,7 +2,7 @@
 //!
 //! The sum is over rows, but tensor cores read TF32 along the columns of both operands in memory, and Hopper's have no
 //! alternative. cuBLASLt then multiplies as on earlier GPUs, at half the rate or less. If one operand has many columns,
-//! a transposed copy of the other one, which has fewer, costs less than it gains.
+//! a transposed copy of the other one, which has fewer, costs less than it saves.
 
 use xlaunch_pool::DType;
 

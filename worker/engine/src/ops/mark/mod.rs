@@ -2,7 +2,7 @@
 //! hangs in a kernel, from one that waits for the other ranks, and measure how long its own part of a step took.
 //!
 //! The marks that the device has passed are counted in host memory, which any thread can read without calling the
-//! driver, even while the device hangs. Marks are part of a captured graph. Devices whose operations have ended when
+//! driver, even while the device hangs. Marks are part of a captured graph. Devices whose operations are complete when
 //! they return have no marks.
 
 pub(crate) mod cuda;

@@ -9,15 +9,17 @@
 //! MuonUpdate      p = p - lr (factor s u + weight_decay p)
 //! ```
 //! Each operation works on all matrices at once, or on all of one shape. Weights, gradients and moments are where the
-//! model has them; updates are packed, so that matrices of one shape follow each other: [`MuonPieces`] has the places.
+//! model has them. Updates are packed, so that matrices of one shape follow each other: [`MuonPieces`] has their
+//! positions.
 //!
-//! With cautious decay (Chen et al., 2025), weights decay only where `u p >= 0`: not against the update. NorMuon (Li et
-//! al., 2025) makes the rows of an update equally large on average over time, and keeps the norm of the matrix.
+//! With cautious decay (Chen et al., 2025), weights decay only where `u p >= 0`, that is, not against the update.
+//! NorMuon (Li et al., 2025) makes the rows of an update equally large on average over time, and keeps the norm of the
+//! matrix.
 //!
-//! A polynomial of X that is odd in its singular values needs products only: `X' = (a I + b A + c A^2) X` with `A = X
+//! A polynomial of X that is odd in its singular values needs only products: `X' = (a I + b A + c A^2) X` with `A = X
 //! X^T`. The [coefficients](POLAR_EXPRESS) of five such steps bring all singular values between 0.001 and 1 close to 1
 //! ("The Polar Express", Amsel et al., 2025). For a matrix with more rows than columns, `A = X^T X` and `X' = X (...)`,
-//! so that A has the smaller of both sizes.
+//! so that A has the smaller of the two sizes.
 //!
 //! A step is applied under the conditions of AdamW's (see `ops/adamw`), whose kernel runs last and counts skipped
 //! steps.

@@ -1,7 +1,7 @@
 //! Linear layers of experts: `y[i] = x[i] w[e]^T` for the rows i of expert e, which are between two offsets.
 //!
 //! Backward: `dx[i] = dy[i] w[e]`, `dw[e] = sum_i dy[i]^T x[i]`. The offsets are in device memory, so a launch has
-//! blocks for the largest number of tiles that any offsets lead to; each block looks up its expert.
+//! blocks for the largest number of tiles that any offsets can lead to; each block looks up its expert.
 
 mod cpu;
 pub(crate) mod cuda;
