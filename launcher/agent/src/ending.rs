@@ -23,7 +23,7 @@ pub struct Ending {
     pub of_kept_attempt: bool,
     /// A stop was requested before anything failed.
     pub stopped: bool,
-    /// The job goes on without this node.
+    /// The job continues without this node.
     pub left: bool,
     /// Global rank of local rank 0.
     pub first_rank: u32,

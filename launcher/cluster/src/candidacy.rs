@@ -112,7 +112,7 @@ pub struct Election {
 
 impl Election {
     /// Waits in the background until this node gets the other role, and takes it. The agent then introduces itself
-    /// anew.
+    /// again.
     pub fn watch(self) -> OtherRole {
         OtherRole(tokio::spawn(async move {
             loop {

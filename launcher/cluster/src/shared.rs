@@ -33,7 +33,7 @@ impl Mark {
         Ok(Self { path, is_kept: false })
     }
 
-    /// Leaves the mark in place: the job goes on without this node, and others look for its checkpoints.
+    /// Leaves the mark in place: the job continues without this node, and others look for its checkpoints.
     pub fn keep(mut self) {
         self.is_kept = true;
     }

@@ -321,7 +321,7 @@ impl DaemonSection {
     /// Returns the path of the socket or its default.
     ///
     /// # Errors
-    /// As [`state_dir`](Self::state_dir).
+    /// Same as for [`state_dir`](Self::state_dir).
     pub(crate) fn socket(
         &self,
         root: bool,

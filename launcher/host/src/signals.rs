@@ -50,7 +50,7 @@ impl Signals {
         })
     }
 
-    /// The next signal; waits for ever if there can be none.
+    /// The next signal; waits forever if there can be none.
     pub async fn next(&mut self) -> SignalRequest {
         match self.0.recv().await {
             Some(request) => request,

@@ -17,7 +17,7 @@ use super::error::ApiError;
 use super::plan::Plan;
 use super::reply::{Envelope, Piece};
 
-/// Number of events that wait for a slow client. Its texts are computed nevertheless.
+/// Number of events that wait for a slow client. Its texts are computed regardless.
 const WAITING_EVENTS: usize = 16;
 
 /// The outputs of a request's texts. Dropping it cancels them.

@@ -96,7 +96,7 @@ impl Core {
     /// Sets the limit in bytes. If more is already held, unused memory is unmapped.
     ///
     /// # Errors
-    /// If a driver call fails while unmapping. The limit applies nevertheless.
+    /// If a driver call fails while unmapping. The limit applies regardless.
     pub fn set_limit(&mut self, limit: u64) -> Result<(), AllocError> {
         self.limit = limit;
         if self.held() > limit {

@@ -53,7 +53,7 @@ pub(super) fn nearest(key: &str, known: &[String]) -> String {
     if let Some((_, note)) = ELSEWHERE.iter().find(|(key, _)| *key == wanted) {
         return (*note).into();
     }
-    // The name is right, the section is wrong. Where several have it, the general one is meant.
+    // The name is right, but the section is wrong. If several sections have the key, suggest the general one.
     let same_name = known.iter().filter(|other| name(other) == wanted);
     if let Some(other) = same_name.min_by_key(|other| !other.starts_with("train.")) {
         return format!("did you mean `{other}`?");

@@ -27,7 +27,7 @@ use xlaunch_host::clock;
 pub(super) const HANG_FILE: &str = "hang.txt";
 /// Interval between checks whether a debugger is still attached.
 const DEBUGGER_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Time for a job to go on after a debugger has been detached.
+/// Time for a job to resume progress after a debugger has been detached.
 const DEBUGGER_GRACE: Duration = Duration::from_secs(60);
 
 /// Findings about a hang.

@@ -407,7 +407,7 @@ impl Driver<'_> {
                 None
             }
             Message::Signal(signal) => {
-                // Same as for a signal that xlaunch forwards: the job goes on, so its state does not change.
+                // Same as for a signal that xlaunch forwards: the job continues, so its state does not change.
                 Signal::from_named_raw(signal)
                     .map(SignalRequest::Forward)
                     .and_then(|it| self.signal_request(it))

@@ -85,8 +85,8 @@ impl Appender {
 fn write_whole(file: &mut File, record: &[u8]) -> io::Result<()> {
     let end = file.metadata()?.len();
     file.write_all(record).inspect_err(|_| {
-        // Truncating needs no space. If it fails nevertheless, the next write fails too, or leaves a torn line that
-        // readers skip.
+        // Truncating needs no space. If it fails anyway, the next write fails too, or leaves a torn line that readers
+        // skip.
         let _ = file.set_len(end);
     })
 }

@@ -129,7 +129,7 @@ impl TimeAccount {
             }
             Report::Checkpoint(saved) => {
                 self.write_seconds = saved.seconds;
-                // Before the last step, training goes on while checkpoints are written.
+                // Before the last step, training continues while checkpoints are written.
                 if self.furthest == self.total_steps || self.stopping {
                     self.settle_as(Use::Checkpoint, now);
                 }

@@ -39,7 +39,7 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Pause between lookups of the name: addresses may appear late, or change.
 const RESOLVE_INTERVAL: Duration = Duration::from_secs(1);
 const RESOLVE_RETRY_DELAY: Duration = Duration::from_millis(500);
-/// A lookup that takes longer than this is reported as a failure, but goes on.
+/// A lookup that takes longer than this is reported as a failure, but continues.
 const RESOLVE_REPORT_AFTER: Duration = Duration::from_secs(3);
 /// Maximum number of addresses that are tried for one name.
 const MAX_ADDRESSES: usize = 16;

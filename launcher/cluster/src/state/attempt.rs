@@ -246,7 +246,7 @@ impl Coordinator {
         });
     }
 
-    /// Decides how to go on now that no workers remain.
+    /// Decides how to continue now that no workers remain.
     pub(super) fn attempt_ended(&mut self, now: Instant) {
         let ends: Vec<NodeEnded> = self
             .members

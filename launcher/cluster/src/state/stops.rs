@@ -12,7 +12,7 @@ const PREEMPTION_SIGNAL: u32 = 15;
 
 impl Coordinator {
     /// Handles the request of a user or of a node's system to stop the agent there. SIGTERM announces the preemption of
-    /// a node: the job goes on if it can do without that node.
+    /// a node: the job continues if it does not need that node.
     pub(super) fn stop_requested(&mut self, id: MemberId, signal: u32, now: Instant) {
         let Some(member) = self.members.get_mut(&id) else { return };
         if signal == PREEMPTION_SIGNAL

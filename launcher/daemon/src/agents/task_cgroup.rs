@@ -185,7 +185,7 @@ fn enable(own: &Path) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    /// Creates files as of a mounted hierarchy, with this process alone in `daemon`.
+    /// Creates the files of a mounted hierarchy, with this process alone in `daemon`.
     fn hierarchy(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (path, text) in files {
