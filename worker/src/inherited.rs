@@ -47,7 +47,7 @@ impl Inherited {
     }
 
     /// Takes the chat template of prepared chats, and their tokenizer's settings if there are none; `ends` are ids that
-    /// end an answer, besides those known before.
+    /// end an answer, in addition to those already known.
     pub fn add_chats(&mut self, prepared: Self, ends: &[u32]) {
         let known = self.end_ids();
         let new: Vec<u32> = ends.iter().copied().filter(|id| !known.contains(id)).collect();

@@ -34,8 +34,8 @@ pub struct Manifest {
     /// Number of unusable lines and rows that were left out.
     #[serde(default)]
     pub skipped: u64,
-    /// How chats were rendered. If it is there, documents do not start with the end-of-text id: the template writes its
-    /// own tokens.
+    /// How chats were rendered. If set, documents do not start with the end-of-text id: the template writes its own
+    /// tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat: Option<Chat>,
     /// Training data.

@@ -243,7 +243,7 @@ struct AnyManifest {
 struct AnyEntry {
     name: String,
     bytes: u64,
-    /// Only in version 1.
+    /// Present only in version 1.
     xxh3_128: Option<String>,
     #[serde(default)]
     chunks: Vec<Chunk>,

@@ -26,9 +26,9 @@ pub(super) enum Boundaries {
     /// Files of ids or text do not tell.
     #[default]
     Unknown,
-    /// At each of these ids.
+    /// Documents start at each of these ids.
     EndOfText(i32),
-    /// In the file of starts, which is read when it is needed. Its hash is that of the manifest.
+    /// The file of starts lists the positions. It is read when needed; its hash is that of the manifest.
     File { path: PathBuf, hash: String, tokens: u64 },
 }
 

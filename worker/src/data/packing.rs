@@ -19,7 +19,7 @@ pub(super) struct Piece {
     /// Position of the first token.
     pub(super) start: u64,
     pub(super) len: u32,
-    /// True if the document goes on: then the last token, too, has a successor to predict.
+    /// True if the document continues, so that the last token, too, has a successor to predict.
     pub(super) continues: bool,
 }
 

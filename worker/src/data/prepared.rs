@@ -118,7 +118,7 @@ impl Prepared {
         source::open_shards(&self.dir, &self.manifest, &self.manifest.val, vocab)
     }
 
-    /// Checks the vocabulary again: the directory may have been prepared anew since the job was configured.
+    /// Checks the vocabulary again: the directory may have been prepared again since the job was configured.
     fn check_vocab(&self, vocab: usize) -> Result<(), DataError> {
         let needed = self.manifest.vocab;
         if needed <= vocab {

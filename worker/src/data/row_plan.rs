@@ -38,7 +38,7 @@ pub enum RowPlan {
 /// Starts of documents.
 #[derive(Clone, Debug)]
 pub enum Starts {
-    /// At each of these ids.
+    /// A document starts at each of these ids.
     At(i32),
     /// Ascending positions, 8 bytes per document.
     Positions(Arc<[u64]>),

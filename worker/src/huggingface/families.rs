@@ -32,8 +32,7 @@ pub(crate) struct Family {
     pub(super) rope: Option<Rope>,
     /// Some blocks have no rotation.
     pub(super) still_blocks: bool,
-    /// Keys without effect on results, besides
-    /// [`WITHOUT_EFFECT`](super::without_effect::WITHOUT_EFFECT).
+    /// Keys without effect on results, in addition to [`WITHOUT_EFFECT`](super::without_effect::WITHOUT_EFFECT).
     pub(super) without_effect: &'static [&'static str],
     /// The library's class refuses a width that is not a multiple of the number of heads.
     pub(super) divided: bool,

@@ -58,7 +58,7 @@ pub(super) enum Meaning {
     QkNorm(bool),
     /// Any value is read without an effect, and this one is written, as JSON.
     Unused(&'static str),
-    /// Only these values, as JSON, are computed. The first one is written.
+    /// Only these values, as JSON, are supported. The first one is written.
     Only(&'static [&'static str]),
 }
 

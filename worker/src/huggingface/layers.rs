@@ -16,7 +16,8 @@ pub(super) enum Windows {
     None,
     /// All blocks have the window of `sliding_window`, by default this one.
     All(Option<usize>),
-    /// Only with `use_sliding_window`: blocks from `max_window_layers` on, by default 28, or by `layer_types`.
+    /// Windows only with `use_sliding_window`: in blocks from `max_window_layers` on, by default 28, or by
+    /// `layer_types`.
     Switched(usize),
     /// Same, with blocks without rotation instead of `max_window_layers`.
     Unrotated,
@@ -36,7 +37,7 @@ impl Windows {
         let keys: &[&str] = match self {
             Self::None => &[],
             Self::All(_) => &[WINDOW],
-            // Models without such a key have it all the same.
+            // Even models that do not need such a key have it.
             Self::Switched(_) | Self::Unrotated => &[WINDOW, SWITCH, FIRST, TYPES],
             Self::Pattern(..) => &[WINDOW, TYPES, PATTERN],
         };

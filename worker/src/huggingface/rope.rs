@@ -237,7 +237,7 @@ fn is_odd(shape: &ModelShape) -> bool {
     !((shape.head_dim as f64 * shape.rope_fraction) as usize).is_multiple_of(2)
 }
 
-/// Returns the length of contexts for which YaRN is meant, if it is a whole number in the range of lengths.
+/// Returns the context length that YaRN targets, if it is a whole number in the range of lengths.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,

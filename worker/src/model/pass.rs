@@ -10,7 +10,7 @@ use super::layout::Linear;
 use super::linear::{LayerBackward, Operand};
 use super::{Model, Rows};
 
-/// Progress of a pass, for the caller to act on before the pass goes on.
+/// Progress of a pass, for the caller to act on before the pass continues.
 #[derive(Debug)]
 pub enum Progress {
     /// The next part of the layout is about to be computed.

@@ -24,7 +24,7 @@ pub(super) struct SharedExperts {
     gate: Option<Gate>,
 }
 
-/// Same without those that are cheap to compute.
+/// The same activations, without those that are cheap to compute.
 #[derive(Debug)]
 pub(super) struct CostlyShared {
     h: Tensor,

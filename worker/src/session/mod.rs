@@ -324,7 +324,7 @@ struct Trainer {
     optimizer: AdamW,
     stepper: Stepper,
     evaluator: Evaluator,
-    /// Only on rank 0, if texts are sampled.
+    /// Present only on rank 0, if texts are sampled.
     sampler: Option<Sampler>,
 }
 

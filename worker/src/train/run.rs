@@ -47,7 +47,7 @@ pub struct Run<'a> {
     pub dataset: &'a Dataset,
     pub loader: &'a Loader,
     pub control: &'a Control,
-    /// Only on rank 0.
+    /// Present only on rank 0.
     pub sampler: Option<&'a Sampler>,
     /// `None` for a benchmark.
     pub checkpoints: Option<Checkpoints>,

@@ -20,7 +20,7 @@ enum Form {
     Text,
     Parts,
     Either,
-    /// None at all.
+    /// The template writes nothing of the content.
     Nothing,
 }
 

@@ -20,9 +20,9 @@ const CHAT_SAMPLE_TOKENS: usize = 512;
 /// Places where documents start.
 pub(super) enum Documents {
     Unknown,
-    /// At each end-of-text id.
+    /// A document starts at each end-of-text id.
     AfterEndOfText(u32),
-    /// At listed positions.
+    /// Documents start at listed positions.
     At(Box<StartsReader>),
 }
 

@@ -56,7 +56,7 @@ pub struct Options {
     /// The field or column that holds the text. If it is given, an input that is not a table by its name or content is
     /// read as JSONL.
     pub field: Option<String>,
-    /// How to read rows as chats, if they are.
+    /// Options for reading rows as chats; `None` if they are not chats.
     pub chat: Option<ChatOptions>,
     /// Share of documents to hold out.
     pub val: f64,

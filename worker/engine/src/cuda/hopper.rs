@@ -78,7 +78,7 @@ impl Hopper {
     /// Enqueues a kernel with this grid.
     ///
     /// # Safety
-    /// As [`Kernels::launch`].
+    /// Same as for [`Kernels::launch`].
     pub(crate) unsafe fn launch(
         &self,
         kernel: &'static HopperKernel,

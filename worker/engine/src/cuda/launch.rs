@@ -210,7 +210,7 @@ impl Kernels {
     /// Enqueues a kernel returned by [`load`](Self::load).
     ///
     /// # Safety
-    /// As [`launch`](Self::launch).
+    /// Same as for [`launch`](Self::launch).
     pub(crate) unsafe fn launch_function(
         &self,
         name: &'static str,
@@ -226,7 +226,7 @@ impl Kernels {
     /// Enqueues a kernel returned by [`load`](Self::load), whose time the caller records.
     ///
     /// # Safety
-    /// As [`launch`](Self::launch).
+    /// Same as for [`launch`](Self::launch).
     pub(crate) unsafe fn enqueue(
         &self,
         name: &'static str,

@@ -149,7 +149,7 @@ impl Gpu {
     /// Enqueues a kernel.
     ///
     /// # Safety
-    /// As [`Kernels::launch`].
+    /// Same as for [`Kernels::launch`].
     pub(crate) unsafe fn launch(&self, name: &'static str, launch: Launch, args: &[Arg]) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.kernels.launch(name, launch, args) }

@@ -28,7 +28,7 @@ impl<K: Copy + Eq + Hash> OnDemand<K> {
     /// Enqueues a kernel. The first use of a key compiles or loads all kernels of its source.
     ///
     /// # Safety
-    /// As [`Kernels::launch`].
+    /// Same as for [`Kernels::launch`].
     pub(crate) unsafe fn launch(
         &self,
         kernels: &Kernels,

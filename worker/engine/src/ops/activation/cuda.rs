@@ -198,7 +198,7 @@ impl Activations {
     /// Enqueues a kernel.
     ///
     /// # Safety
-    /// As [`Kernels::launch`](crate::cuda::Kernels::launch).
+    /// Same as for [`Kernels::launch`](crate::cuda::Kernels::launch).
     unsafe fn launch(
         &self,
         gpu: &Gpu,

@@ -184,7 +184,7 @@ impl Attention {
     /// Enqueues one of our own kernels.
     ///
     /// # Safety
-    /// As [`Kernels::launch`](crate::cuda::Kernels::launch).
+    /// Same as for [`Kernels::launch`](crate::cuda::Kernels::launch).
     unsafe fn launch(&self, gpu: &Gpu, s: AttentionShape, kernel: Kernel, args: &[Arg]) -> Result<()> {
         let launch = own_kernels(gpu, s).launch(kernel, s);
         // SAFETY: the caller's promise.
@@ -192,7 +192,7 @@ impl Attention {
     }
 
     /// # Safety
-    /// As [`launch`](Self::launch).
+    /// Same as for [`launch`](Self::launch).
     unsafe fn launch_named(
         &self,
         gpu: &Gpu,

@@ -236,7 +236,7 @@ const fn finish(width: usize, macros: &'static [Macro]) -> HopperKernel {
     HopperKernel { source: BWD_ROWS, name, macros, threads, shared: 0 }
 }
 
-/// Returns the size in bytes of what backward needs besides its operands, at most.
+/// Returns an upper bound of the bytes that backward needs in addition to its operands.
 pub(super) fn backward_bytes(s: AttentionShape) -> usize {
     let has_kernels = KERNELS.iter().any(|kernels| kernels.width == s.width);
     let (seq, width) =

@@ -123,7 +123,7 @@ pub struct AttentionBackward<'a> {
     pub qkv: Slice<'a>,
     /// (T, D) F32, as in forward.
     pub rope: Option<Slice<'a>>,
-    /// As in forward.
+    /// Same as in forward.
     pub documents: Option<Documents<'a>>,
     /// (B, T, H D).
     pub out: Slice<'a>,

@@ -83,7 +83,7 @@ impl CachedKernels {
     /// Enqueues a kernel.
     ///
     /// # Safety
-    /// As [`Kernels::launch`](crate::cuda::Kernels::launch).
+    /// Same as for [`Kernels::launch`](crate::cuda::Kernels::launch).
     unsafe fn launch(
         &self,
         gpu: &Gpu,

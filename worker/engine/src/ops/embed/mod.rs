@@ -61,7 +61,7 @@ pub struct EmbedBackward<'a> {
     pub shape: EmbedShape,
     /// (B, T) I32.
     pub tokens: Slice<'a>,
-    /// As in forward.
+    /// Same as in forward.
     pub documents: Option<Documents<'a>>,
     /// (B, T, C).
     pub dout: Slice<'a>,

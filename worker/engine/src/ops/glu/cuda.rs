@@ -147,7 +147,7 @@ impl Glu {
     /// Enqueues a kernel.
     ///
     /// # Safety
-    /// As [`Kernels::launch`](crate::cuda::Kernels::launch).
+    /// Same as for [`Kernels::launch`](crate::cuda::Kernels::launch).
     unsafe fn launch(
         &self,
         gpu: &Gpu,

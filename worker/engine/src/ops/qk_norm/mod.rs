@@ -79,7 +79,7 @@ impl Op for QkNormForward<'_> {
 /// Backward of [`QkNormForward`], to its input and gammas.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNormBackward<'a> {
-    /// As in forward.
+    /// Same as in forward.
     pub norms: QkNorms<'a>,
     /// (B, T, (H + 2 Hkv) D) the input of forward.
     pub qkv: Slice<'a>,
