@@ -37,7 +37,7 @@ impl Windows {
         let keys: &[&str] = match self {
             Self::None => &[],
             Self::All(_) => &[WINDOW],
-            // Even models that do not need such a key have it.
+            // Models without such a key have it all the same.
             Self::Switched(_) | Self::Unrotated => &[WINDOW, SWITCH, FIRST, TYPES],
             Self::Pattern(..) => &[WINDOW, TYPES, PATTERN],
         };
