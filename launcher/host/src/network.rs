@@ -120,7 +120,8 @@ pub async fn advertised(
 }
 
 /// Returns the addresses for the coordinator to listen on: the endpoint's addresses that belong to this host, or else
-/// all that other hosts can reach. `0.0.0.0` and `::` are used as they are.
+/// all that other hosts can reach; in addition, loopback addresses to which its name resolves here. `0.0.0.0` and `::`
+/// are used as they are.
 ///
 /// # Errors
 /// Fails if this host has no usable address.
@@ -252,6 +253,11 @@ fn listening(local: bool, endpoint: &[IpAddr], interfaces: &[InterfaceAddress]) 
     let all =
         interfaces.iter().filter_map(|interface| interface.address).filter(|address| is_usable(*address));
     let mut addresses = if named.is_empty() { all.collect() } else { named };
+    // Agents of this host connect to the address to which the name resolves here: 127.0.1.1 if it is the host's own
+    // name, and /etc/hosts is Debian's. Other hosts cannot reach that, so it does not replace the other addresses.
+    if !addresses.is_empty() && !addresses.iter().any(IpAddr::is_unspecified) {
+        addresses.extend(endpoint.iter().filter(|address| address.is_loopback() && has(interfaces, **address)));
+    }
     let mut seen = std::collections::BTreeSet::new();
     addresses.retain(|address| seen.insert(*address));
     addresses
@@ -338,15 +344,21 @@ mod tests {
     }
 
     #[test]
-    fn coordinator_listens_only_where_other_hosts_can_reach_it() {
+    fn coordinator_listens_where_other_hosts_and_its_own_agents_reach_it() {
         let listens =
             |host_name: &str, resolved: &[&str]| listening(is_loopback(host_name), &ips(resolved), &host());
         assert_eq!(listens("h0", &["10.77.0.10"]), ips(&["10.77.0.10"]));
-        assert_eq!(listens("h0", &["127.0.1.1", "fd77::10"]), ips(&["fd77::10"]));
-        assert_eq!(listens("h0", &["127.0.1.1"]), ips(&["10.77.0.10", "fd77::10", "10.88.0.10"]));
+        // The agents of this host connect to 127.0.1.1, because that is what the name means here.
+        assert_eq!(listens("h0", &["127.0.1.1", "fd77::10"]), ips(&["fd77::10", "127.0.1.1"]));
+        let all_and_own = ips(&["10.77.0.10", "fd77::10", "10.88.0.10", "127.0.1.1"]);
+        assert_eq!(listens("h0", &["127.0.1.1", "127.0.1.1"]), all_and_own);
         assert_eq!(listens("service", &["10.96.0.1"]), ips(&["10.77.0.10", "fd77::10", "10.88.0.10"]));
         assert_eq!(listens("localhost", &["::1", "127.0.0.1"]), ips(&["::1", "127.0.0.1"]));
+        // `0.0.0.0` contains the loopback addresses.
         assert_eq!(listens("0.0.0.0", &["0.0.0.0"]), ips(&["0.0.0.0"]));
+        assert_eq!(listens("any", &["127.0.1.1", "0.0.0.0"]), ips(&["0.0.0.0"]));
+        // A loopback address alone is no place for a coordinator of several hosts.
+        assert!(listening(false, &ips(&["127.0.1.1"]), &[]).is_empty());
         assert!(listening(false, &[], &[]).is_empty());
     }
 

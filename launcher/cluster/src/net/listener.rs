@@ -96,14 +96,19 @@ impl Listener {
     /// Listens on these addresses. Must be called in a tokio runtime.
     ///
     /// # Errors
-    /// Fails if one of them cannot be bound.
+    /// Fails if one of them is in use or cannot be bound, except a loopback address after others.
     pub fn bind(addresses: &[SocketAddr], security: Security) -> Result<Self, ListenError> {
         let mut sockets = Vec::with_capacity(addresses.len());
         for address in addresses {
-            sockets.push(listen(*address).map_err(|source| match source.kind() {
-                io::ErrorKind::AddrInUse => ListenError::InUse(vec![*address]),
-                _ => ListenError::Bind { address: *address, source },
-            })?);
+            match listen(*address) {
+                Ok(socket) => sockets.push(socket),
+                Err(source) if source.kind() == io::ErrorKind::AddrInUse => {
+                    return Err(ListenError::InUse(vec![*address]));
+                }
+                // It only serves agents of this host, and is missing where the loopback interface is down.
+                Err(_) if address.ip().is_loopback() && !sockets.is_empty() => {}
+                Err(source) => return Err(ListenError::Bind { address: *address, source }),
+            }
         }
         Ok(Self { sockets, security })
     }
