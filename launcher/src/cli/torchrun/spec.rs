@@ -111,8 +111,10 @@ fn logs(reader: &Reader<'_>) -> Result<LogOptions, String> {
         None => reader.variable("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", text)?,
         given => given,
     };
+    // As in torchrun, these values mean that the user wants no directory.
+    let dir = reader.raw("log-dir").filter(|dir| !dir.is_empty() && dir != "/dev/null");
     Ok(LogOptions {
-        dir: reader.raw("log-dir").map(PathBuf::from),
+        dir: dir.map(PathBuf::from),
         redirects: reader.parsed("redirects", values::streams)?.unwrap_or_default(),
         tee: reader.parsed("tee", values::streams)?.unwrap_or_default(),
         shown: reader.parsed("local-ranks-filter", values::ranks)?,

@@ -134,6 +134,14 @@ fn flags_mean_the_same_as_in_torchrun() {
 }
 
 #[test]
+fn log_dir_that_names_no_directory_counts_as_not_given() {
+    for flags in ["--log-dir=", "--log-dir /dev/null"] {
+        assert_eq!(spec(&format!("{flags} a.py"), &[]).logs.dir, None, "{flags}");
+    }
+    assert_eq!(spec("a.py", &[("PET_LOG_DIR", "/dev/null")]).logs.dir, None);
+}
+
+#[test]
 fn nproc_is_a_number_or_a_kind_of_device() {
     for (nproc, workers) in [("7", 7), ("auto", 4), ("gpu", 4), ("cpu", 12)] {
         assert_eq!(spec(&format!("--nproc {nproc} a.py"), &[]).nproc, workers, "{nproc}");
