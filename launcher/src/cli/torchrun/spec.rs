@@ -1,5 +1,6 @@
 //! The [`CommandSpec`] of a command line: torchrun's flags and defaults, independent of the node.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -117,12 +118,17 @@ fn logs(reader: &Reader<'_>) -> Result<LogOptions, String> {
         dir: dir.map(PathBuf::from),
         redirects: reader.parsed("redirects", values::streams)?.unwrap_or_default(),
         tee: reader.parsed("tee", values::streams)?.unwrap_or_default(),
-        shown: reader.parsed("local-ranks-filter", values::ranks)?,
+        shown: reader.parsed("local-ranks-filter", shown)?.flatten(),
         stdout_filters: reader.parsed("duplicate-stdout-filters", values::words)?.unwrap_or_default(),
         stderr_filters: reader.parsed("duplicate-stderr-filters", values::words)?.unwrap_or_default(),
         prefix,
         rotate_bytes: reader.parsed("log-rotate", bench::bytes)?,
     })
+}
+
+/// Parses the ranks whose output is shown. An empty text, torchrun's default, means all: `None`.
+fn shown(text: &str) -> Result<Option<BTreeSet<u32>>, String> {
+    if text.is_empty() { Ok(None) } else { values::ranks(text).map(Some) }
 }
 
 fn text(text: &str) -> Result<String, String> {

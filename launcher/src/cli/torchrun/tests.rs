@@ -142,6 +142,11 @@ fn log_dir_that_names_no_directory_counts_as_not_given() {
 }
 
 #[test]
+fn empty_filter_of_local_ranks_shows_all() {
+    assert_eq!(spec("--local-ranks-filter= a.py", &[]).logs.shown, None);
+}
+
+#[test]
 fn nproc_is_a_number_or_a_kind_of_device() {
     for (nproc, workers) in [("7", 7), ("auto", 4), ("gpu", 4), ("cpu", 12)] {
         assert_eq!(spec(&format!("--nproc {nproc} a.py"), &[]).nproc, workers, "{nproc}");
