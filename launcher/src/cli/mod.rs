@@ -170,10 +170,14 @@ pub(crate) fn main() -> ExitCode {
                     }
                     runtime::run(threads(&cli.command), dispatch(cli.command))
                 }
-                Err(error) => {
+                Err(error) if error.use_stderr() => {
                     // If the stream is closed, the exit code still reports the result.
                     let _ = error.print();
-                    if error.use_stderr() { ExitCode::Usage } else { ExitCode::Done }
+                    ExitCode::Usage
+                }
+                Err(help) => {
+                    let written = help.print().and_then(|()| std::io::stdout().flush());
+                    output::answered(written, ExitCode::Done)
                 }
             }
         }
@@ -190,11 +194,7 @@ fn launch(name: Name, arguments: &[OsString]) -> ExitCode {
         torchrun::print_unused_flags(name, arguments);
     }
     match request {
-        Ok(Request::Text(text)) => {
-            // The reader may have closed stdout, as `head` does.
-            let _ = std::io::stdout().write_all(text.as_bytes());
-            ExitCode::Done
-        }
+        Ok(Request::Text(text)) => output::answer(&text, ExitCode::Done),
         Ok(Request::Trainer(launch, group)) => {
             if launch.dry_run {
                 return dry_run::run(&launch, nodes(group).as_ref());

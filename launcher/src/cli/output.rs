@@ -1,6 +1,6 @@
 //! Output of queries: answers go to stdout, everything else to stderr.
 
-use std::io::{ErrorKind, Write};
+use std::io::{self, ErrorKind, Write};
 
 use xlaunch_spec::exit::ExitCode;
 
@@ -43,7 +43,13 @@ pub(super) fn finish(result: Result<ExitCode, QueryError>) -> ExitCode {
 
 /// Prints the whole answer to stdout. If the reader has closed stdout, the exit code is the same.
 pub(super) fn answer(text: &str, exit: ExitCode) -> ExitCode {
-    match print(text.as_bytes()) {
+    answered(write(text.as_bytes()), exit)
+}
+
+/// Returns the exit code of a query after its whole answer was `written` to stdout, and prints the error. If the reader
+/// has closed stdout, the exit code is the same.
+pub(super) fn answered(written: io::Result<()>, exit: ExitCode) -> ExitCode {
+    match written.map_err(|error| not_written(&error)) {
         Err(QueryError::StdoutClosed) => exit,
         printed => finish(printed.map(|()| exit)),
     }
@@ -57,18 +63,26 @@ pub(super) fn print_note(text: &str) {
 
 /// Prints the summary and the failure report of a job. Errors are ignored: the streams may be closed.
 pub(super) fn print_end(summary: &str, report: &str) {
-    let mut stdout = std::io::stdout().lock();
+    let mut stdout = io::stdout().lock();
     let _ = stdout.write_all(summary.as_bytes()).and_then(|()| stdout.flush());
-    let _ = std::io::stderr().write_all(report.as_bytes());
+    let _ = io::stderr().write_all(report.as_bytes());
 }
 
 /// Prints part of the answer to stdout.
 pub(super) fn print(bytes: &[u8]) -> Result<(), QueryError> {
-    let mut stdout = std::io::stdout().lock();
-    stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(|error| match error.kind() {
+    write(bytes).map_err(|error| not_written(&error))
+}
+
+fn write(bytes: &[u8]) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(bytes).and_then(|()| stdout.flush())
+}
+
+fn not_written(error: &io::Error) -> QueryError {
+    match error.kind() {
         ErrorKind::BrokenPipe => QueryError::StdoutClosed,
         _ => format!("failed to write to stdout: {error}").into(),
-    })
+    }
 }
 
 /// Seconds since 1970.
@@ -78,7 +92,7 @@ pub(super) fn unix_seconds() -> u64 {
 
 /// Characters per line of the terminal; unlimited if stdout is not a terminal.
 pub(super) fn terminal_width() -> usize {
-    let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok().filter(|size| size.ws_col > 0);
+    let size = rustix::termios::tcgetwinsize(io::stdout()).ok().filter(|size| size.ws_col > 0);
     size.map_or(usize::MAX, |size| size.ws_col.into())
 }
 
@@ -86,4 +100,17 @@ pub(super) fn terminal_width() -> usize {
 /// clears the screen.
 pub(super) fn redraw(text: &str, first: bool) -> String {
     if first { format!("\x1b[2J\x1b[H{text}") } else { format!("\x1b[H\x1b[J{text}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_closed_pipe_is_no_error_of_an_answer() {
+        let written = |kind: ErrorKind| answered(Err(kind.into()), ExitCode::Done);
+        assert_eq!(written(ErrorKind::BrokenPipe), ExitCode::Done);
+        assert_eq!(written(ErrorKind::StorageFull), ExitCode::WorkerFailed);
+        assert_eq!(answered(Ok(()), ExitCode::Done), ExitCode::Done);
+    }
 }

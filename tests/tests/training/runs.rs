@@ -228,7 +228,8 @@ fn full_disk_behind_the_console_fails_answers_and_no_run() {
     assert!(!job.checkpoint(8, MODEL).is_empty());
     let generate =
         ["generate", "runs/train/latest", "--device", "cpu", "--temperature", "0", "--prompt", "line"];
-    for query in [&["gen", "schema"][..], &["train.toml", "--dry-run"], &generate] {
+    let help = [&["--help"][..], &["--version"], &["status", "--help"]];
+    for query in [&["gen", "schema"][..], &["train.toml", "--dry-run"], &generate].into_iter().chain(help) {
         let output = job.command(query).stdout(full()).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{query:?}: {stderr}");
