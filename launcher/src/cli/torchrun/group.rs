@@ -59,10 +59,13 @@ pub(super) fn resolve(
     let rank = reader.sourced("node-rank", values::whole)?;
     let backend = reader.sourced("rdzv-backend", values::backend)?;
     let several = nodes.as_ref().filter(|nodes| nodes.value.max > 1);
+    // As in torchrun, a dynamic group of one node ignores the rank. Otherwise --nnodes may have been forgotten.
+    let is_dynamic = backend.as_ref().is_some_and(|backend| backend.value == Backend::Dynamic);
+    let rank_of_one = rank.as_ref().filter(|_| !is_dynamic);
     let Scope::Nodes(detect) = scope else {
         return match several.map(|nodes| &nodes.source) {
             Some(source) => Err(refused_by_daemon(source)),
-            None => one_node(rank.as_ref(), DEFAULT, settings),
+            None => one_node(rank_of_one.filter(|_| nodes.is_none()), DEFAULT, settings),
         };
     };
     if reader.is_set("standalone")? {
@@ -72,7 +75,7 @@ pub(super) fn resolve(
         };
     }
     if let Some(one) = nodes.as_ref().filter(|nodes| nodes.value.max == 1) {
-        return one_node(rank.as_ref(), &one.source, settings);
+        return one_node(None, &one.source, settings);
     }
     let detected = match name {
         Name::Torchrun => Ok(None),
@@ -94,7 +97,7 @@ pub(super) fn resolve(
         (Some(given), Some(known)) => agreed_nodes(given, known, backend.as_ref())?,
         (Some(given), None) => given.clone(),
         (None, Some(known)) => known.map(|&count| NodeCount { min: count, max: count }),
-        (None, None) => return one_node(rank.as_ref(), alone.as_deref().unwrap_or(DEFAULT), settings),
+        (None, None) => return one_node(rank_of_one, alone.as_deref().unwrap_or(DEFAULT), settings),
     };
     let backend = backend.unwrap_or_else(|| default(Backend::Static));
     if backend.value == Backend::Static && nodes.value.min < nodes.value.max {
@@ -157,6 +160,16 @@ fn group(
 ) -> Result<Group, String> {
     settings.push(("nodes", nodes.map(ToString::to_string)));
     settings.push(("backend", backend.map(ToString::to_string)));
+    let mut warnings = Vec::new();
+    let rank = rank.filter(|rank| {
+        // With a dynamic group, torchrun ignores the rank; here it is a preference, which this one cannot be.
+        let is_ignored = backend.value == Backend::Dynamic && rank.value >= nodes.value.max;
+        if is_ignored {
+            let (rank, nodes) = (&rank.source, &nodes.source);
+            warnings.push(format!("{rank} has no effect: it is outside the range of {nodes}"));
+        }
+        !is_ignored
+    });
     let node_rank = node_rank(rank, nodes, backend.value, allocation)?;
     settings.push((
         "node rank",
@@ -176,7 +189,6 @@ fn group(
     spec.sigterm_is_preemption = allocation.is_some_and(Allocation::preempts_by_sigterm);
     spec.local_addr = reader.parsed("local-addr", values::address)?;
     spec.interface = reader.parsed("interface", |text| Ok(text.to_owned()))?;
-    let mut warnings = Vec::new();
     if let Some(conf) = reader.sourced("rdzv-conf", values::pairs)? {
         configure(&mut spec, &conf, &mut warnings)?;
     }

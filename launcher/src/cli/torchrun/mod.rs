@@ -178,12 +178,17 @@ pub(super) fn print_deprecated_flags(name: Name, arguments: &[OsString]) {
 }
 
 /// Flags that only connections between nodes use.
-const OF_SEVERAL_NODES: [&str; 2] = ["token-file", "interface"];
+const OF_SEVERAL_NODES: [&str; 3] = ["token-file", "interface", "node-rank"];
 
 /// Warns on stderr about flags that a launch on one node does not use.
 pub(super) fn print_unused_flags(name: Name, arguments: &[OsString]) {
     let line = Line::read(name, arguments).unwrap_or_default();
-    for flag in OF_SEVERAL_NODES.into_iter().filter(|flag| line.last(flag).is_some()) {
+    for flag in OF_SEVERAL_NODES {
+        let value = line.last(flag).and_then(|given| given.value.as_deref());
+        // The only node has rank 0.
+        if value.is_none_or(|value| flag == "node-rank" && value == "0") {
+            continue;
+        }
         print_note(&format!("warning: --{flag} has no effect: the job has one node"));
     }
 }

@@ -114,6 +114,18 @@ fn one_node_needs_no_group_and_looks_for_no_engine() {
 }
 
 #[test]
+fn rank_that_torchrun_ignores_may_be_outside_the_range() {
+    for flags in ["--nnodes 1 --node-rank 1", "--rdzv-backend c10d --node-rank 1"] {
+        assert_eq!(group(flags, &[], None), Ok(None), "{flags}");
+    }
+    assert_eq!(group("--nnodes 1", &[("PET_NODE_RANK", "3")], None), Ok(None));
+    let flags = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h0 --node-rank 2";
+    let found = group(flags, &[], None).unwrap().unwrap();
+    assert_eq!(summary(&found.spec), "2 - c10d h0:29400 -");
+    assert_eq!(found.warnings, ["--node-rank 2 has no effect: it is outside the range of --nnodes 2"]);
+}
+
+#[test]
 fn step_of_an_engine_needs_no_flags() {
     let spec = spec("", &[], Some(step(true)));
     assert_eq!(summary(&spec), "4 1 static h0:20001 slurm-7.0");
@@ -178,9 +190,8 @@ fn contradictions_and_impossible_groups_are_refused_with_their_sources() {
             None,
             "--node-rank 2 is outside the range: --nnodes 2 means",
         ),
-        ("--nnodes 1 --node-rank 1", None, "--node-rank 1 is outside the range: the job has one node"),
         ("--node-rank 1", None, "--node-rank 1 is outside the range: the job has one node"),
-        ("--nnodes 1 --node-rank 1", Some(pod()), "is outside the range"),
+        ("--node-rank 1", Some(pod()), "is outside the range"),
         (
             "--nnodes 1:2 --master-addr h",
             None,
