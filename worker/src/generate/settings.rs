@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use serde_json::{Map, Value};
-use xlaunch_data::chat::{self, TEMPLATE_TOKENS, Template};
+use xlaunch_data::chat::{self, Template, template_tokens};
 use xlaunch_data::{Tokenizer, TokenizerError};
 use xlaunch_spec::refusal::Refusal;
 
@@ -103,8 +103,7 @@ impl Settings {
             .as_ref()
             .ok_or("the model has no chat template, as it was trained from random weights")?;
         let template = inherited.chat_template().ok_or("the model has no chat template")?;
-        let token = |name: &str| Some((name.to_owned(), inherited.token(name)?.to_owned()));
-        Template::new(template, TEMPLATE_TOKENS.into_iter().filter_map(token))
+        Template::new(template, template_tokens(&inherited.tokenizer_config, &inherited.special_tokens_map))
     }
 
     /// Returns `generation_config.json` of a directory in Hugging Face's layout.

@@ -4,6 +4,9 @@ use serde::Deserialize;
 use serde_json::Value;
 use xlaunch_data::{BYTE_ORDER_MARK, chat};
 
+/// What rows of training data may have beside `messages`. To leave it out would change the text.
+const IGNORED: [&str; 3] = ["system", "tools", "chat_template_kwargs"];
+
 /// A prompt: one line of the file.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub(super) struct Prompt {
@@ -41,7 +44,16 @@ pub(super) fn parse(name: &str, text: &[u8], chat: bool) -> Result<Vec<Prompt>, 
         let has = |key: &str| value.get(key).is_some();
         match (has("prompt"), has("messages")) {
             (true, false) => {}
-            (false, true) if chat && value["messages"].is_array() => {}
+            (false, true) if chat && value["messages"].is_array() => {
+                let ignored =
+                    IGNORED.into_iter().find(|key| value.get(key).is_some_and(|value| !value.is_null()));
+                if let Some(key) = ignored {
+                    let advice = if key == "system" { ": make it the first message" } else { "" };
+                    return Err(format!(
+                        "{name}:{number}: `{key}` is not supported beside `messages`{advice}"
+                    ));
+                }
+            }
             (false, true) if chat => return Err(failed("`messages` is not a list")),
             (false, true) => return Err(failed("`messages` is a chat: use --chat")),
             (true, true) => return Err(failed("it has both `prompt` and `messages`")),
@@ -90,6 +102,9 @@ mod tests {
         assert_eq!(messages, r#"[{"role":"user","content":"hi"}]"#);
         assert_eq!((prompts[1].messages.is_none(), prompts[1].prompt.as_str()), (true, "b"));
         assert!(parse("p", text, false).unwrap_err().contains("use --chat"));
+        let system = parse("p", b"{\"messages\": [], \"tools\": null, \"system\": \"a\"}", true).unwrap_err();
+        assert_eq!(system, "p:1: `system` is not supported beside `messages`: make it the first message");
+        assert!(parse("p", b"{\"messages\": [], \"tools\": null}", true).is_ok());
         assert!(parse("p", b"{\"messages\": 3}", true).unwrap_err().contains("not a list"));
         assert!(parse("p", b"{\"messages\": [], \"prompt\": \"\"}", true).unwrap_err().contains("both"));
     }

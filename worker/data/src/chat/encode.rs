@@ -18,6 +18,10 @@ const MAX_CHAT_BYTES: usize = 16 << 20;
 const MASK_HELP: &str = "help: use a template with `generation` blocks (--chat-template FILE), or leave such chats out \
                          with --on-error skip";
 
+/// Texts of short chats that templates are examined with, which templates themselves do not contain.
+const QUESTION: &str = "7q3";
+const ANSWER: &str = "7a4";
+
 /// Encodes rows with one tokenizer and its templates.
 #[derive(Clone, Debug)]
 pub(crate) struct ChatEncoder {
@@ -37,6 +41,8 @@ struct Format {
     template: Template,
     /// The token that is written after the last message only.
     closing: Option<String>,
+    /// The token that ends an answer only if another message follows.
+    separator: Option<String>,
 }
 
 /// The result of a row.
@@ -67,9 +73,10 @@ pub(crate) struct Document {
 impl ChatEncoder {
     pub(crate) fn new(tokenizer: Tokenizer, templates: &Templates, max_tokens: Option<usize>) -> Self {
         let (default, with_tools) = templates.both();
-        let (default, with_tools) = (Format::of(default), with_tools.map(Format::of));
         let added = tokenizer.added_tokens().into_iter();
         let endings: Vec<String> = added.filter(|token| !token.trim().is_empty()).map(String::from).collect();
+        let format = |template| Format::of(template, &endings);
+        let (default, with_tools) = (format(default), with_tools.map(format));
         let special = endings.iter().filter_map(|token| tokenizer.added_id(token)).collect();
         Self { tokenizer, default, with_tools, max_tokens, endings, special }
     }
@@ -205,6 +212,12 @@ impl ChatEncoder {
         chat: &Chat,
         whole: &str,
     ) -> Result<Vec<Range<usize>>, String> {
+        if let Some(token) = &format.separator {
+            return Err(format!(
+                "the template ends an answer with `{token}` only if another message follows: the model would not \
+                 learn to end its answers\n{MASK_HELP}"
+            ));
+        }
         let endings = Endings { closing: format.closing.as_deref(), tokens: &self.endings };
         let render = |count: usize, prompt: bool| {
             format.template.render(&Value::from(messages[..count].to_vec()), &chat.tools, prompt)
@@ -259,16 +272,27 @@ impl ChatEncoder {
 
 impl Format {
     /// Renders short chats to find out what a template does.
-    fn of(template: &Template) -> Self {
+    fn of(template: &Template, tokens: &[String]) -> Self {
         let render = |texts: &[&str]| {
             let messages = template.adapted(&probe(texts)).ok()?;
             template.render(&Value::from(messages), &Value::from(()), false).ok()
         };
-        let (short, long) = (render(&["a", "b"]), render(&["a", "b", "c", "d"]));
+        let (short, long) = (render(&[QUESTION, ANSWER]), render(&[QUESTION, ANSWER, "c", "d"]));
         let closing = template.token("eos_token").filter(|token| {
-            short.zip(long).is_some_and(|(short, long)| spans::is_closing(&short, &long, token))
+            short
+                .as_ref()
+                .zip(long.as_ref())
+                .is_some_and(|(short, long)| spans::is_closing(short, long, token))
         });
-        Self { template: template.clone(), closing: closing.map(String::from) }
+        let separator = short
+            .as_ref()
+            .zip(long.as_ref())
+            .and_then(|(short, long)| spans::separator(short, long, [QUESTION, ANSWER], tokens));
+        Self {
+            template: template.clone(),
+            closing: closing.map(String::from),
+            separator: separator.map(String::from),
+        }
     }
 }
 

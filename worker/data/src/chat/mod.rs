@@ -29,9 +29,9 @@ pub(crate) const CHAT_COLUMNS: &[&str] =
 pub use minijinja::Value;
 
 pub(crate) use encode::{ChatEncoder, Document, Outcome};
-pub use template::{TEMPLATE_TOKENS, Template};
+pub use template::Template;
 pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};
-pub use templates::{Templates, template_of};
+pub use templates::{Templates, template_of, template_tokens};
 
 #[cfg(test)]
 mod tests;

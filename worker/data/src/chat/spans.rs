@@ -90,6 +90,23 @@ pub(crate) fn is_closing(short: &str, long: &str, closing: &str) -> bool {
     !long.starts_with(short.trim_end()) && without.is_some_and(|without| long.starts_with(without.trim_end()))
 }
 
+/// Returns the token with which a template ends an answer only if another message follows. `short` is a rendered chat of a
+/// question and an answer, `long` the same chat with more messages. A token that also precedes the question begins a
+/// message, rather than ending one.
+pub(crate) fn separator<'a>(
+    short: &str,
+    long: &str,
+    [question, answer]: [&str; 2],
+    tokens: &'a [String],
+) -> Option<&'a str> {
+    let (before, _) = short.split_once(question)?;
+    let (_, last) = short.split_once(answer)?;
+    let (_, next) = long.split_once(answer)?;
+    let at_start = tokens.iter().filter(|token| next.trim_start().starts_with(token.as_str()));
+    let token = at_start.max_by_key(|token| token.len())?;
+    (!last.contains(token.as_str()) && !before.contains(token.as_str())).then_some(token)
+}
+
 /// Returns the length of the common beginning, which ends between characters.
 fn difference(one: &str, other: &str) -> usize {
     let same = one.chars().zip(other.chars()).take_while(|(one, other)| one == other);
@@ -126,6 +143,23 @@ mod tests {
         for whole in [last, more] {
             assert_eq!(found(whole, "U:hi A:", last, Some("<eos>")).unwrap(), "yes<|end|>");
         }
+    }
+
+    #[test]
+    fn token_that_only_separates_messages_is_told_from_one_that_begins_or_ends_them() {
+        let tokens = ["<|im_start|>", "<|im_end|>", "<user>", "<s>"].map(String::from);
+        let found = |short: &str, long: &str| separator(short, long, ["Q", "A"], &tokens).map(String::from);
+        let chatml = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA";
+        assert_eq!(
+            found(chatml, &format!("{chatml}<|im_end|>\n<|im_start|>")).as_deref(),
+            Some("<|im_end|>")
+        );
+        assert_eq!(
+            found(&format!("{chatml}<|im_end|>\n"), &format!("{chatml}<|im_end|>\n<|im_start|>")),
+            None
+        );
+        assert_eq!(found("<user>Q<bot>A\n", "<user>Q<bot>A\n<user>c"), None);
+        assert_eq!(found("<s>u: Q a: A", "<s>u: Q a: A<s>u: c"), None);
     }
 
     #[test]

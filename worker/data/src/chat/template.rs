@@ -13,10 +13,6 @@ use super::content::ContentForms;
 use super::rewrite::{GENERATION, rewrite};
 use super::{python, row};
 
-/// Special tokens that templates refer to by name.
-pub const TEMPLATE_TOKENS: [&str; 7] =
-    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-
 /// Name of the template in its environment.
 const NAME: &str = "chat template";
 /// First of the private-use characters that mark the ends of `generation` blocks, and their number.
@@ -75,7 +71,9 @@ impl Template {
             let body: Value = options.get("caller")?;
             body.call(state, &[])
         });
-        let (source, has_generation) = rewrite(source);
+        // Jinja ends the lines of a template with line feeds, whatever the file has.
+        let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        let (source, has_generation) = rewrite(&source);
         environment
             .add_template_owned(NAME, source)
             .map_err(|error| format!("the chat template is not valid: {}", reason(&error)))?;
@@ -240,6 +238,13 @@ mod tests {
         let iterable =
             "{{ tools is iterable }} {{ messages is iterable }} {{ 'a' is iterable }} {{ 1 is iterable }}";
         assert_eq!(rendered(iterable, &messages).unwrap(), "False True True False");
+    }
+
+    #[test]
+    fn lines_of_a_template_end_with_line_feeds() {
+        let messages = json!([{"role": "user", "content": "a\r\nb"}]);
+        let template = "<user>\r\n{{ messages[0].content }}\r{% if true %}\r\nc{% endif %}";
+        assert_eq!(rendered(template, &messages).unwrap(), "<user>\na\r\nb\nc");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value as Json, json};
 
-use super::template::{TEMPLATE_TOKENS, Template};
+use super::template::Template;
 use crate::{hash, token_text};
 
 /// Name of the file with a chat template.
@@ -15,6 +15,11 @@ const TOOL_TEMPLATE_FILE: &str = "additional_chat_templates/tool_use.jinja";
 /// Name of the file with the settings of a tokenizer.
 pub(crate) const CONFIG_FILE: &str = "tokenizer_config.json";
 const TOKENS_FILE: &str = "special_tokens_map.json";
+/// Names of special tokens.
+const TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+/// Keys of `tokenizer_config.json` with further tokens by name: in files of `transformers` 4, and of 5.
+const ADDED_TOKENS: [&str; 2] = ["extra_special_tokens", "model_specific_special_tokens"];
 /// Size limit of each of these files.
 const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 
@@ -69,13 +74,7 @@ impl Templates {
             }
         }
         let default = sources.default.ok_or_else(|| missing(tokenizer))?;
-        let tokens = || {
-            let token =
-                |name: &&str| [&config, &special].into_iter().find_map(|map| token_text(map.get(*name)?));
-            TEMPLATE_TOKENS
-                .iter()
-                .filter_map(move |name| Some((String::from(*name), token(name)?.to_owned())))
-        };
+        let tokens = || template_tokens(&config, &special);
         let mut hashed = default.clone();
         if let Some(other) = &sources.with_tools {
             hashed.extend(["\0", other.as_str()]);
@@ -103,6 +102,18 @@ impl Sources {
         let owned = |name| template_of(config, name).map(String::from);
         Self { default: owned("default"), with_tools: owned("tool_use") }
     }
+}
+
+/// Returns the special tokens that templates refer to by name, as in `transformers`: those with a name of their own, such
+/// as `bos_token`, and those that a model adds. `config` is `tokenizer_config.json`, `map` `special_tokens_map.json`.
+pub fn template_tokens(config: &Map<String, Json>, map: &Map<String, Json>) -> Vec<(String, String)> {
+    let objects = ADDED_TOKENS.iter().filter_map(|key| config.get(*key)?.as_object());
+    let added = objects.flatten().filter_map(|(name, token)| Some((name.as_str(), token_text(token)?)));
+    let named = TOKENS.iter().filter_map(|name| {
+        let token = [config, map].into_iter().find_map(|map| token_text(map.get(*name)?));
+        Some((*name, token?))
+    });
+    added.chain(named).map(|(name, token)| (name.to_owned(), token.to_owned())).collect()
 }
 
 /// Returns a chat template in `tokenizer_config.json`, which has one, or a list of named ones. The only one is the
@@ -159,6 +170,19 @@ mod tests {
     use minijinja::value::Value;
 
     use super::*;
+
+    #[test]
+    fn templates_see_the_tokens_that_a_model_adds() {
+        let object = |value: Json| value.as_object().unwrap().clone();
+        let config = object(json!({
+            "eos_token": {"content": "</s>"}, "extra_special_tokens": {"turn_token": "<t>"},
+            "model_specific_special_tokens": {"image_token": {"content": "<i>"}}, "pad_token": null,
+        }));
+        let tokens = template_tokens(&config, &object(json!({"eos_token": "x", "bos_token": "<s>"})));
+        let tokens: std::collections::BTreeMap<_, _> = tokens.into_iter().collect();
+        let shown: Vec<_> = tokens.iter().map(|(name, token)| format!("{name} {token}")).collect();
+        assert_eq!(shown, ["bos_token <s>", "eos_token </s>", "image_token <i>", "turn_token <t>"]);
+    }
 
     #[test]
     fn template_of_chats_with_tools_has_a_file_of_its_own() {

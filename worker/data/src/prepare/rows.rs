@@ -8,6 +8,7 @@ use std::rc::Rc;
 use csv::{ByteRecord, ReaderBuilder};
 
 const ROW_READ_BYTES: usize = 256 << 10;
+const OPEN_ARRAY: &str = "the array has no end: the file may be cut off";
 
 /// Lines, each of which is the result of one step.
 struct Lines<F> {
@@ -43,7 +44,12 @@ pub(super) fn json(mut text: Box<dyn Read>) -> Box<dyn Read> {
         }
         let count = text.read(&mut input)?;
         if count == 0 {
-            return Ok(0);
+            // Elements after the place where the file was cut off are missing.
+            return if std::mem::take(&mut splitter.in_array) {
+                Err(io::Error::other(OPEN_ARRAY))
+            } else {
+                Ok(0)
+            };
         }
         out.extend(input[..count].iter().filter_map(|byte| splitter.next(*byte)));
     };
@@ -223,6 +229,15 @@ mod tests {
         assert_eq!(values(array), expected);
         assert_eq!(values("{\"a\":\n 1}\n{\"a\": 2}\n"), [json!({"a": 1}), json!({"a": 2})]);
         assert_eq!(values("[]"), [] as [serde_json::Value; 0]);
+    }
+
+    #[test]
+    fn array_that_is_cut_off_is_an_error() {
+        for text in ["[{\"text\": \"a\"},\n", "[", "[1] [\"b\""] {
+            let mut lines = json(Box::new(text.as_bytes()));
+            let error = lines.read_to_string(&mut String::new()).unwrap_err().to_string();
+            assert_eq!(error, "the array has no end: the file may be cut off", "{text}");
+        }
     }
 
     #[test]
