@@ -256,7 +256,8 @@ fn listening(local: bool, endpoint: &[IpAddr], interfaces: &[InterfaceAddress]) 
     // Agents of this host connect to the address to which the name resolves here: 127.0.1.1 if it is the host's own
     // name, and /etc/hosts is Debian's. Other hosts cannot reach that, so it does not replace the other addresses.
     if !addresses.is_empty() && !addresses.iter().any(IpAddr::is_unspecified) {
-        addresses.extend(endpoint.iter().filter(|address| address.is_loopback() && has(interfaces, **address)));
+        addresses
+            .extend(endpoint.iter().filter(|address| address.is_loopback() && has(interfaces, **address)));
     }
     let mut seen = std::collections::BTreeSet::new();
     addresses.retain(|address| seen.insert(*address));
