@@ -96,6 +96,8 @@ pub struct Evidence {
     pub hang_file: Option<PathBuf>,
     /// OOM kills during the attempt.
     pub oom_kills: OomKills,
+    /// Hard limit of CPU time in seconds, if there is one.
+    pub cpu_limit: Option<u64>,
     /// Why it did not start.
     pub spawn_failure: Option<SpawnFailure>,
     /// The program that was started; empty for the built-in trainer.

@@ -5,6 +5,8 @@ use std::io::Read;
 use std::path::Path;
 use std::time::Instant;
 
+use rustix::process::{Resource, getrlimit};
+
 use super::Driver;
 use super::hang::HANG_FILE;
 use crate::ending::Evidence;
@@ -59,6 +61,8 @@ impl Driver<'_> {
             error_file: read_start(&rank_dir.join("error.json")),
             hang_file: hang_file.exists().then_some(hang_file),
             oom_kills: oom_kills.unwrap_or_default(),
+            // Workers inherit it.
+            cpu_limit: getrlimit(Resource::Cpu).maximum,
             spawn_failure: end.spawn_failure,
             program: program.map(OsStr::to_owned).unwrap_or_default(),
             search_path: self.workload.base_environment().get("PATH").unwrap_or_default(),

@@ -323,10 +323,10 @@ fn foreign_signal(exit: Exit, signal: i32, evidence: &Evidence) -> Option<Cause>
         8 => Cause::new("division by zero or another arithmetic error (SIGFPE)"),
         9 if evidence.oom_kills.host == Some(0) => {
             Cause::new("killed by SIGKILL, sent neither by xlaunch nor by the OOM killer")
-                .with_help("another user or program on this host sent it")
+                .with_help(or_cpu_limit("another user or program on this host sent it", evidence))
         }
         9 => Cause::new("killed by SIGKILL, not sent by xlaunch: perhaps by the OOM killer")
-            .with_help("check the kernel log: dmesg, or journalctl -k"),
+            .with_help(or_cpu_limit("check the kernel log: dmesg, or journalctl -k", evidence)),
         11 if evidence.program.is_empty() => Cause::new("invalid memory access (SIGSEGV)"),
         11 => Cause::new("invalid memory access (SIGSEGV)")
             .with_help("set PYTHONFAULTHANDLER=1 for a Python traceback"),
@@ -340,6 +340,17 @@ fn foreign_signal(exit: Exit, signal: i32, evidence: &Evidence) -> Option<Cause>
         Exit::Signal(_) => cause,
         _ => Cause { what: format!("perhaps one of its child processes: {}", cause.what), ..cause },
     })
+}
+
+/// Adds the limit of CPU time, if there is one, to the advice about SIGKILL. The kernel sends SIGXCPU only if the soft
+/// limit is lower than the hard one, and `ulimit -t` sets both.
+fn or_cpu_limit(help: &str, evidence: &Evidence) -> String {
+    match evidence.cpu_limit {
+        None => help.to_owned(),
+        Some(seconds) => {
+            format!("{help}; or its CPU time limit was used up (RLIMIT_CPU is {seconds} s, `ulimit -t`)")
+        }
+    }
 }
 
 /// Cause for the exit codes of a shell that could not start a command.

@@ -83,6 +83,18 @@ fn gpu_fault_is_the_cause_whichever_torch_thread_reports_it() {
 }
 
 #[test]
+fn sigkill_of_unknown_origin_names_the_limit_of_cpu_time() {
+    let killed = Evidence { cpu_limit: Some(60), ..evidence(Exit::Signal(9), "") };
+    let sent = OomKills { host: Some(0), ..OomKills::default() };
+    for evidence in [killed.clone(), Evidence { oom_kills: sent, ..killed.clone() }] {
+        let help = of(&evidence).1;
+        let limit = "; or its CPU time limit was used up (RLIMIT_CPU is 60 s, `ulimit -t`)";
+        assert!(help.ends_with(limit), "{help}");
+    }
+    assert!(!of(&Evidence { cpu_limit: None, ..killed }).1.contains("CPU time"));
+}
+
+#[test]
 fn oom_kills_by_counter() {
     let killed = evidence(Exit::Signal(9), &traceback("ValueError: got over this"));
     assert_eq!(of(&killed).0, "killed by SIGKILL, not sent by xlaunch: perhaps by the OOM killer");
