@@ -91,8 +91,8 @@ pub(crate) fn is_closing(short: &str, long: &str, closing: &str) -> bool {
 }
 
 /// Returns the token with which a template ends an answer only if another message follows. `short` is a rendered chat
-/// of a question and an answer, `long` the same chat with more messages. A token that also precedes the question begins a
-/// message, rather than ending one.
+/// of a question and an answer, `long` the same chat with more messages. A token that also precedes the question
+/// begins a message, rather than ending one.
 pub(crate) fn separator<'a>(
     short: &str,
     long: &str,

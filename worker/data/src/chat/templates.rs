@@ -105,7 +105,8 @@ impl Sources {
 }
 
 /// Returns the special tokens that templates refer to by name, as in `transformers`: those with a name of their own,
-/// such as `bos_token`, and those that a model adds. `config` is `tokenizer_config.json`, `map` `special_tokens_map.json`.
+/// such as `bos_token`, and those that a model adds. `config` is `tokenizer_config.json`, `map` is
+/// `special_tokens_map.json`.
 pub fn template_tokens(config: &Map<String, Json>, map: &Map<String, Json>) -> Vec<(String, String)> {
     let objects = ADDED_TOKENS.iter().filter_map(|key| config.get(*key)?.as_object());
     let added = objects.flatten().filter_map(|(name, token)| Some((name.as_str(), token_text(token)?)));
