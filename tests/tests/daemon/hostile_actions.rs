@@ -519,8 +519,11 @@ impl Siege {
             }
         }
         let homes = HOSTILE.map(|uid| self.node.path().join(uid.to_string()));
-        let removed =
-            Command::new("rm").arg("-rf").args(homes).arg(self.node.state_dir().join("jobs")).status();
-        assert!(removed.unwrap().success());
+        // A killed process may remove or write files until it has exited, and `rm` then fails.
+        wait_for("the files of hostile users to be removed", || {
+            let mut remove = Command::new("rm");
+            remove.arg("-rf").args(&homes).arg(self.node.state_dir().join("jobs"));
+            remove.status().unwrap().success().then_some(())
+        });
     }
 }
