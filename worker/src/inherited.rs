@@ -6,8 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use xlaunch_data::chat::template_of;
-use xlaunch_data::token_text;
+use xlaunch_data::chat::{special_token, template_of};
 
 /// Name of the file with the sizes of a model.
 pub(crate) const CONFIG: &str = "config.json";
@@ -81,8 +80,7 @@ impl Inherited {
 
     /// Returns a special token, such as `bos_token`.
     pub fn token(&self, key: &str) -> Option<&str> {
-        let maps = [&self.tokenizer_config, &self.special_tokens_map];
-        maps.into_iter().find_map(|map| token_text(map.get(key)?))
+        special_token(&self.tokenizer_config, &self.special_tokens_map, key)
     }
 
     /// Returns the chat template, from its own file or from the tokenizer's configuration.

@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use xlaunch_data::{BYTE_ORDER_MARK, chat};
 
-/// What rows of training data may have beside `messages`. To leave it out would change the text.
+/// Keys that rows of training data may have beside `messages`. Ignoring one would change the text.
 const IGNORED: [&str; 3] = ["system", "tools", "chat_template_kwargs"];
 
 /// A prompt: one line of the file.

@@ -277,17 +277,13 @@ impl Format {
             let messages = template.adapted(&probe(texts)).ok()?;
             template.render(&Value::from(messages), &Value::from(()), false).ok()
         };
-        let (short, long) = (render(&[QUESTION, ANSWER]), render(&[QUESTION, ANSWER, "c", "d"]));
-        let closing = template.token("eos_token").filter(|token| {
-            short
-                .as_ref()
-                .zip(long.as_ref())
-                .is_some_and(|(short, long)| spans::is_closing(short, long, token))
-        });
-        let separator = short
-            .as_ref()
-            .zip(long.as_ref())
-            .and_then(|(short, long)| spans::separator(short, long, [QUESTION, ANSWER], tokens));
+        let chats = render(&[QUESTION, ANSWER]).zip(render(&[QUESTION, ANSWER, "c", "d"]));
+        let chats = chats.as_ref();
+        let closing = template
+            .token("eos_token")
+            .filter(|token| chats.is_some_and(|(short, long)| spans::is_closing(short, long, token)));
+        let separator =
+            chats.and_then(|(short, long)| spans::separator(short, long, [QUESTION, ANSWER], tokens));
         Self {
             template: template.clone(),
             closing: closing.map(String::from),

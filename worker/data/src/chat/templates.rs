@@ -110,11 +110,17 @@ impl Sources {
 pub fn template_tokens(config: &Map<String, Json>, map: &Map<String, Json>) -> Vec<(String, String)> {
     let objects = ADDED_TOKENS.iter().filter_map(|key| config.get(*key)?.as_object());
     let added = objects.flatten().filter_map(|(name, token)| Some((name.as_str(), token_text(token)?)));
-    let named = TOKENS.iter().filter_map(|name| {
-        let token = [config, map].into_iter().find_map(|map| token_text(map.get(*name)?));
-        Some((*name, token?))
-    });
+    let named = TOKENS.iter().filter_map(|name| Some((*name, special_token(config, map, name)?)));
     added.chain(named).map(|(name, token)| (name.to_owned(), token.to_owned())).collect()
+}
+
+/// Returns a special token, such as `bos_token`; `config` and `map` are those of [`template_tokens`].
+pub fn special_token<'a>(
+    config: &'a Map<String, Json>,
+    map: &'a Map<String, Json>,
+    name: &str,
+) -> Option<&'a str> {
+    [config, map].into_iter().find_map(|map| token_text(map.get(name)?))
 }
 
 /// Returns a chat template in `tokenizer_config.json`, which has one, or a list of named ones. The only one is the
