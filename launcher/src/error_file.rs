@@ -4,7 +4,7 @@ use xlaunch_agent::report::error_file;
 use xlaunch_host::clock;
 use xlaunch_spec::refusal::Refusal;
 
-use crate::console::print_line;
+use xlaunch_agent::stderr::print_line;
 
 /// Writes the file, if the variable is set and there is something to write.
 pub(crate) fn record(contents: Option<&str>) {

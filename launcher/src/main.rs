@@ -10,7 +10,6 @@
 mod bench;
 mod cli;
 mod client;
-mod console;
 mod error_file;
 mod render;
 mod report;

@@ -14,7 +14,7 @@ use tokio::runtime::{Builder, Runtime};
 use xlaunch_host::system_errors;
 use xlaunch_spec::exit::ExitCode;
 
-use crate::console::print_line;
+use xlaunch_agent::stderr::print_line;
 
 /// Number of threads that serve connections, so that connections do not delay the task that owns the job.
 const WORKER_THREADS: usize = 2;

@@ -52,6 +52,7 @@ pub mod sinks;
 pub mod stacks;
 pub mod state;
 pub mod status;
+pub mod stderr;
 pub mod waiting;
 pub mod work;
 pub mod worker_environment;

@@ -28,7 +28,7 @@ use super::clocks::Clocks;
 use super::kernels::{self, Kernel};
 use super::reports::{Extent, measured_period, pool_peak_bytes, profile, started, step_seconds, steps};
 use super::{Mode, RankReport, device, missing_report, quantile, run_workers};
-use crate::console::print_line;
+use xlaunch_agent::stderr::print_line;
 use xlaunch_host::devices::{self, Placement};
 use xlaunch_host::gpu_clocks::ClockSampler;
 use xlaunch_spec::quantities::count_text;

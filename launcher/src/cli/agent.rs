@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -30,6 +30,7 @@ use xlaunch_agent::registry::SOCKET;
 use xlaunch_agent::report;
 use xlaunch_agent::resolved_command::{self, ResolvedCommand, Streams};
 use xlaunch_agent::run_dir::RunDir;
+use xlaunch_agent::stderr::print_line;
 use xlaunch_agent::workload::command::stop_signals;
 use xlaunch_agent::workload::trainer::STOP_SIGNALS;
 use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
@@ -260,7 +261,6 @@ fn for_node(spec: &JobSpec, description: &Description) -> JobSpec {
 }
 
 fn report_failure(message: &str) -> ExitCode {
-    // Not with `eprintln!`, which panics if the disk is full.
-    let _ = writeln!(io::stderr(), "xlaunch agent: {message}");
+    print_line(format_args!("xlaunch agent: {message}"));
     ExitCode::Internal
 }

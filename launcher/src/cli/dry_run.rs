@@ -13,7 +13,7 @@ use xlaunch_spec::refusal::Refusal;
 
 use super::launch::{self, Launch};
 use super::output::answer;
-use crate::console::print_line;
+use xlaunch_agent::stderr::print_line;
 use xlaunch_spec::quantities::{bytes_text, count_text};
 use xlaunch_worker::dry_run::{self, Memory, Saving};
 use xlaunch_worker::error::WorkerError;

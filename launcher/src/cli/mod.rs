@@ -64,10 +64,10 @@ use std::io::Write;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xlaunch_spec::exit::ExitCode;
 
-use crate::console::print_line;
 use crate::runtime::{self, Threads};
 use crate::ssh;
 use torchrun::{Group, Name, Request, Scope};
+use xlaunch_agent::stderr::print_line;
 use xlaunch_cluster::nodes::Nodes;
 use xlaunch_spec::refusal::Refusal;
 

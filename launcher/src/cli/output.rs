@@ -4,8 +4,8 @@ use std::io::{self, ErrorKind, Write};
 
 use xlaunch_spec::exit::ExitCode;
 
-use crate::console::print_line;
 use crate::render::text::escape;
+use xlaunch_agent::stderr::print_line;
 use xlaunch_host::clock;
 use xlaunch_spec::refusal::Refusal;
 

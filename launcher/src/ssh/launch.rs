@@ -35,8 +35,8 @@ use super::outcome::{self, Context, Failure, Outcomes};
 use super::output::{HostStream, Pump};
 use super::plan::{Origin, SshLaunch, remote_command};
 use super::wire::{self, GO};
-use crate::console::print_line;
 use crate::error_file;
+use xlaunch_agent::stderr::print_line;
 
 /// Maximum number of clients that connect at the same time. sshd randomly refuses connections if more than 10 are not
 /// yet authenticated. These clients connect to different hosts, so this matters only for a bastion host in between.

@@ -1,7 +1,9 @@
 //! Commands of any kind under torchrun's contract: arguments, environment, output, exit codes, failures and restarts.
 
 use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixDatagram;
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -9,6 +11,7 @@ use xlaunch_tests::{Launch, Process, is_alive, requirements, sorted_lines, wait_
 
 xlaunch_harness::tests! {
     output_of_every_rank_is_passed_through,
+    every_line_is_written_at_once_as_other_programs_may_write_between_two_writes,
     worker_failure_stops_group_and_reports_stderr_tail,
     propagate_exit_code_exits_with_code_of_root_cause,
     all_exit_codes_are_reported_and_propagated,
@@ -39,6 +42,30 @@ fn output_of_every_rank_is_passed_through() {
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert_eq!(sorted_lines(&run.stdout), ["rank 0 of 4", "rank 1 of 4", "rank 2 of 4", "rank 3 of 4"]);
     assert!((0..4).all(|rank| run.stderr.contains(&format!("oops {rank}\n"))), "{}", run.stderr);
+}
+
+fn every_line_is_written_at_once_as_other_programs_may_write_between_two_writes() {
+    let launch = Launch::new();
+    // A datagram socket keeps the boundaries of writes.
+    let (ours, theirs) = UnixDatagram::pair().unwrap();
+    let end = || OwnedFd::from(theirs.try_clone().unwrap());
+    let script = "echo from $RANK; exit $((1 - TORCHELASTIC_RESTART_COUNT))";
+    let refused = launch.command(&["--nproc=2"]).stdout(end()).stderr(end()).status().unwrap();
+    assert_eq!(refused.code(), Some(2));
+    let mut command = launch.command(&["--max-restarts=1", "--nproc=2", "--", "sh", "-c", script]);
+    let launched = command.stdout(end()).stderr(end()).status().unwrap();
+    assert_eq!(launched.code(), Some(0));
+    drop((command, theirs));
+    ours.set_nonblocking(true).unwrap();
+    let mut buffer = [0; 65536];
+    let mut text = String::new();
+    while let Ok(count @ 1..) = ours.recv(&mut buffer) {
+        let written = String::from_utf8_lossy(&buffer[..count]);
+        assert!(written.ends_with('\n'), "{written:?} after {text}");
+        text.push_str(&written);
+    }
+    assert_eq!(text.matches("from 1\n").count(), 2, "{text}");
+    assert!(text.contains("error: ") && text.contains("restarting (1 of 1)"), "{text}");
 }
 
 fn script_arguments_are_passed_unchanged() {

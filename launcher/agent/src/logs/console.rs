@@ -117,8 +117,8 @@ impl Console {
                 return;
             }
             let newline: &[u8] = if interrupts { b"\n" } else { b"" };
-            self.write_all(&[newline, &lead].concat());
-            self.write_all(text);
+            // In a single write, as other processes may write to the same file.
+            self.write_all(&[newline, &lead, text].concat());
             *open = (!text.ends_with(b"\n")).then_some(writer);
         });
     }

@@ -12,6 +12,7 @@ use xlaunch_proto::v1::{
 use xlaunch_spec::quantities::{count_text, rough_time_text};
 
 use super::{RankReport, ReportSink};
+use crate::stderr::print_line;
 
 /// Minimum interval between plain step lines.
 const PLAIN_LINE_INTERVAL: Duration = Duration::from_secs(1);
@@ -201,10 +202,7 @@ impl Progress {
     fn print(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.println(line),
-            None => {
-                // A closed stderr is not a failure and must not affect the job.
-                let _ = writeln!(io::stderr(), "{line}");
-            }
+            None => print_line(format_args!("{line}")),
         }
     }
 }
