@@ -109,6 +109,16 @@ impl Job {
         command
     }
 
+    /// Same as [`Self::command`], after `ulimit` with these arguments.
+    pub fn limited_command(&self, limit: &str, args: &[&str]) -> Command {
+        let command = self.command(args);
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &format!("ulimit {limit} && exec \"$@\""), "sh"]);
+        shell.arg(command.get_program()).args(command.get_args()).current_dir(self.path());
+        shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        shell
+    }
+
     /// Starts `xlaunch train.toml ARGS`.
     pub fn spawn(&self, args: &[&str]) -> Process {
         Process::spawn(self.command(&[&["train.toml"], args].concat()).env("RUST_BACKTRACE", "0"))

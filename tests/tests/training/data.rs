@@ -14,6 +14,7 @@ xlaunch_harness::tests! {
     standard_input_is_prepared_as_jsonl,
     wrong_input_ends_with_its_exit_code,
     documents_are_packed_for_training_and_a_resumed_run_continues,
+    data_of_more_files_than_a_process_may_open_is_prepared_and_trained_on,
     killed_preparations_are_complete_or_refused;
     needs requirements::mount_namespace:
     full_disk_leaves_nothing_that_is_accepted;
@@ -169,6 +170,22 @@ fn full_disk_leaves_nothing_that_is_accepted() {
 }
 
 /// Kills a preparation at a random moment. Its leftovers are complete and verified, or refused and prepared again.
+fn data_of_more_files_than_a_process_may_open_is_prepared_and_trained_on() {
+    const LIMIT: &str = "-n 64";
+    let job = Job::new();
+    for index in 0..200 {
+        job.write(&format!("text/{index}.txt"), format!("the text of file {index}\n"));
+    }
+    let run = |args: &[&str]| Process::spawn(&mut job.limited_command(LIMIT, args)).wait();
+    let trained = run(&["train.toml", "--nproc", "2"]);
+    assert_eq!(trained.code, 0, "{}", trained.stderr);
+    let losses = job.losses();
+    let prepared = run(&["data", "prepare", "--tokenizer", "bytes", "--output", "out", "text"]);
+    assert_eq!(prepared.code, 0, "{}", prepared.stderr);
+    job.run_ok(&["--nproc", "2"]);
+    assert_eq!(job.losses(), losses);
+}
+
 fn killed_preparations_are_complete_or_refused() {
     let kills = std::env::var(KILLS).map_or(DEFAULT_KILLS, |kills| kills.parse().unwrap());
     let job = Job::new();

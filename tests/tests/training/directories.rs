@@ -92,14 +92,7 @@ fn header_with_a_million_tensors_is_refused_within_a_gigabyte_of_memory() {
     file.extend(header.as_bytes());
     file.resize(file.len() + tensors, 0);
     job.write("out/model.safetensors", file);
-    let command = job.command(&["train.toml"]);
-    let mut shell = std::process::Command::new("sh");
-    shell
-        .args(["-c", "ulimit -v 1000000 && exec \"$@\"", "sh"])
-        .arg(command.get_program())
-        .args(command.get_args());
-    shell.current_dir(job.path()).envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    let output = Process::spawn(&mut shell).wait();
+    let output = Process::spawn(&mut job.limited_command("-v 1000000", &["train.toml"])).wait();
     assert_eq!(output.code, 65, "{}", output.stderr);
     assert!(output.stderr.contains("more than 50000 tensors"), "{}", output.stderr);
 }

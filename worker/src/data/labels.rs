@@ -2,15 +2,13 @@
 //!
 //! Positions are those in the logical sequence of a split: all shards one after another.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use xlaunch_data::{Manifest, SideFile, Split};
 
 use super::DataError;
-use super::open::{open_file, read_error};
+use super::open::{DataFile, read_error};
 
 /// Documents and supervised ids of a split.
 #[derive(Clone, Debug, Default)]
@@ -40,8 +38,7 @@ pub(super) struct Mask {
 
 #[derive(Debug)]
 struct MaskPart {
-    path: PathBuf,
-    file: File,
+    file: DataFile,
     /// Position of the first id.
     start: u64,
     end: u64,
@@ -53,7 +50,7 @@ impl Labels {
         let boundaries = match (&split.starts, manifest.end_of_text) {
             (Some(starts), _) => {
                 let path = dir.join(&starts.name);
-                check_size(&path, starts, starts.bytes / 8 * 8)?;
+                check_size(&DataFile::open(&path)?, starts, starts.bytes / 8 * 8)?;
                 Boundaries::File { path, hash: starts.xxh3_128.clone(), tokens: split.tokens }
             }
             (None, Some(id)) => Boundaries::EndOfText(id.cast_signed()),
@@ -64,9 +61,9 @@ impl Labels {
             let end = start + shard.tokens;
             if let Some(mask) = &shard.mask {
                 let path = dir.join(&mask.name);
-                check_size(&path, mask, shard.tokens.div_ceil(8))?;
-                let (file, _) = open_file(&path)?;
-                parts.push(MaskPart { path, file, start, end });
+                let file = DataFile::open(&path)?;
+                check_size(&file, mask, shard.tokens.div_ceil(8))?;
+                parts.push(MaskPart { file, start, end });
             } else if split.shards.iter().any(|shard| shard.mask.is_some()) {
                 let problem = "this shard has no mask, but others have".into();
                 return Err(DataError::Format { path: dir.join(&shard.name), problem });
@@ -107,9 +104,7 @@ impl Mask {
             let (first, last) = (at - part.start, end.min(part.end) - part.start);
             let bytes = first / 8..last.div_ceil(8);
             let mut read = vec![0; usize::try_from(bytes.end - bytes.start).unwrap_or(usize::MAX)];
-            part.file
-                .read_exact_at(&mut read, bytes.start)
-                .map_err(|error| read_error(&part.path, &error))?;
+            part.file.read_at(&mut read, bytes.start)?;
             let bit =
                 |at: u64| read[usize::try_from(at / 8 - bytes.start).unwrap_or(usize::MAX)] >> (at % 8) & 1;
             out.extend((first..last).map(|at| bit(at) == 1));
@@ -121,13 +116,13 @@ impl Mask {
 }
 
 /// Checks that a file has the size that the manifest and the ids demand.
-fn check_size(path: &Path, described: &SideFile, bytes: u64) -> Result<(), DataError> {
-    let (_, found) = open_file(path)?;
+fn check_size(file: &DataFile, described: &SideFile, bytes: u64) -> Result<(), DataError> {
+    let found = file.bytes();
     if found == described.bytes && found == bytes {
         return Ok(());
     }
     let problem = format!(
         "it does not match the manifest: it has {found} bytes instead of {bytes}; prepare the directory again"
     );
-    Err(DataError::Format { path: path.into(), problem })
+    Err(DataError::Format { path: file.path().into(), problem })
 }

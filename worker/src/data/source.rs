@@ -2,13 +2,11 @@
 //!
 //! Files are read with `pread`, not mapped. The page cache serves both equally well, and a file that is truncated
 //! during a job causes an error instead of SIGBUS. If a file is replaced by another, the attempt continues to read the
-//! original.
+//! original if that is open, and ends otherwise: see [`open`](super::open).
 //!
 //! Formats of token files are recognised by their content: [`xlaunch_data::shard`] handles those with a header;
 //! nanoGPT's format has none. Files that are clearly something else are refused: see [`foreign`].
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,7 +16,7 @@ use xlaunch_spec::job::Tokenizer;
 use super::DataError;
 use super::foreign::{self, Foreign};
 use super::labels::Labels;
-use super::open::{open_file, read_error};
+use super::open::DataFile;
 
 /// Number of ids per file that are checked against the vocabulary when the file is opened. The rest are checked when
 /// read.
@@ -36,8 +34,7 @@ pub struct Tokens {
 
 #[derive(Debug)]
 struct Part {
-    path: PathBuf,
-    file: File,
+    file: DataFile,
     /// Position of the first token in the logical sequence.
     start: u64,
     tokens: u64,
@@ -160,15 +157,17 @@ impl Tokens {
 
 impl Part {
     fn text(path: &Path) -> Result<Self, DataError> {
-        let (file, bytes) = open_file(path)?;
-        refuse(path, foreign::not_text(&head(path, &file)?, bytes))?;
-        Ok(Self { path: path.into(), file, start: 0, tokens: bytes, header: 0, width: 1 })
+        let file = DataFile::open(path)?;
+        let bytes = file.bytes();
+        refuse(path, foreign::not_text(&file.head(foreign::HEAD_BYTES)?, bytes))?;
+        Ok(Self { file, start: 0, tokens: bytes, header: 0, width: 1 })
     }
 
     fn token_file(path: &Path) -> Result<Self, DataError> {
-        let (file, bytes) = open_file(path)?;
+        let file = DataFile::open(path)?;
+        let bytes = file.bytes();
         let problem = |problem: String| DataError::Format { path: path.into(), problem };
-        let head = head(path, &file)?;
+        let head = file.head(foreign::HEAD_BYTES)?;
         let start = &head[..head.len().min(shard::HEADER_BYTES)];
         let layout = match shard::layout(start, bytes).map_err(|error| problem(error.to_string()))? {
             Some(layout) => layout,
@@ -183,18 +182,19 @@ impl Part {
             }
         };
         let shard::Layout { header, width, tokens } = layout;
-        Ok(Self { path: path.into(), file, start: 0, tokens, header, width })
+        Ok(Self { file, start: 0, tokens, header, width })
     }
 
     fn shard(dir: &Path, shard: &Shard) -> Result<Self, DataError> {
         let path = dir.join(&shard.name);
-        let (file, bytes) = open_file(&path)?;
-        let layout = shard::layout(&head(&path, &file)?[..], bytes);
+        let file = DataFile::open(&path)?;
+        let bytes = file.bytes();
+        let layout = shard::layout(&file.head(foreign::HEAD_BYTES)?, bytes);
         match layout {
             Ok(Some(shard::Layout { header, width, tokens }))
                 if bytes == shard.bytes && tokens == shard.tokens =>
             {
-                Ok(Self { path, file, start: 0, tokens, header, width })
+                Ok(Self { file, start: 0, tokens, header, width })
             }
             _ => {
                 let problem = format!(
@@ -210,9 +210,7 @@ impl Part {
     fn read(&self, position: u64, count: u64, vocab: usize, out: &mut Vec<i32>) -> Result<(), DataError> {
         let width = self.width as u64;
         let mut bytes = vec![0; usize::try_from(count * width).unwrap_or(usize::MAX)];
-        self.file
-            .read_exact_at(&mut bytes, self.header + position * width)
-            .map_err(|error| read_error(&self.path, &error))?;
+        self.file.read_at(&mut bytes, self.header + position * width)?;
         let first = out.len();
         // 32-bit ids may be negative as i32; the comparison below catches them, too.
         match self.width {
@@ -224,7 +222,7 @@ impl Part {
         match out[first..].iter().position(outside) {
             None => Ok(()),
             Some(index) => Err(DataError::Vocabulary {
-                path: self.path.clone(),
+                path: self.file.path().into(),
                 id: out[first + index].cast_unsigned(),
                 position: position + index as u64,
                 vocab,
@@ -238,20 +236,6 @@ fn refuse(path: &Path, foreign: Option<Foreign>) -> Result<(), DataError> {
         None => Ok(()),
         Some(Foreign { what, remedy }) => Err(DataError::Foreign { path: path.into(), what, remedy }),
     }
-}
-
-/// Reads the first bytes of a file.
-fn head(path: &Path, file: &File) -> Result<Vec<u8>, DataError> {
-    let mut head = vec![0; foreign::HEAD_BYTES];
-    let mut filled = 0;
-    while filled < head.len() {
-        match file.read_at(&mut head[filled..], filled as u64).map_err(|error| read_error(path, &error))? {
-            0 => break,
-            bytes => filled += bytes,
-        }
-    }
-    head.truncate(filled);
-    Ok(head)
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use tokio::task::JoinSet;
+use xlaunch_host::spawn::raise_open_file_limit;
 
 use super::*;
 use crate::net::callers::{MAX_PENDING, MAX_WAITING};
@@ -14,6 +15,7 @@ const SILENT_CALLERS: usize = 1000;
 const ALL_DEADLINE: Duration = Duration::from_secs(1200);
 
 async fn silent_callers(port: u16, count: usize) -> Vec<TcpStream> {
+    raise_open_file_limit();
     let mut callers = Vec::with_capacity(count);
     for _ in 0..count {
         callers.push(TcpStream::connect(("127.0.0.1", port)).await.unwrap());
@@ -33,6 +35,7 @@ async fn dial_until_connected(port: u16, security: Security) -> Connection {
 }
 
 async fn dial_all(port: u16, security: &Security, count: usize) -> Vec<Connection> {
+    raise_open_file_limit();
     let mut agents = JoinSet::new();
     for _ in 0..count {
         let security = security.clone();

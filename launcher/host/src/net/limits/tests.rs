@@ -5,6 +5,7 @@ use tokio::net::UnixStream;
 
 use super::super::admission::Replaces;
 use super::*;
+use crate::spawn::raise_open_file_limit;
 
 const PER_USER: usize = 64;
 const TOTAL: usize = 512;
@@ -21,6 +22,7 @@ struct Case {
 
 impl Case {
     fn new(limits: Limits) -> Self {
+        raise_open_file_limit();
         Self { open: Connections::new(limits, Some(FIRST_CALL_TIMEOUT)), held: BTreeMap::new() }
     }
 
