@@ -26,6 +26,12 @@ fn args<'a>(more: &[&'a str]) -> Vec<&'a str> {
     [&EVERY_4[..], &SAVED, more].concat()
 }
 
+/// Waits until there is a checkpoint. On a fast machine, the first one is soon removed for a newer one.
+fn wait_for_checkpoint(job: &Job) {
+    let any = || entries(job).iter().any(|name| name.starts_with("step-"));
+    wait_for("a checkpoint", || any().then_some(()));
+}
+
 /// Returns the names in the directory of checkpoints, except the lock.
 fn entries(job: &Job) -> Vec<String> {
     let entries = std::fs::read_dir(job.path().join("saved")).into_iter().flatten();
@@ -115,7 +121,7 @@ fn second_job_in_a_directory_is_refused() {
     let job = Job::new();
     let long = args(&["--set", "train.steps=100000", "--set", "train.eval_every=0"]);
     let first = job.spawn(&long);
-    wait_for("the first checkpoint", || job.path().join("saved/step-00000004").exists().then_some(()));
+    wait_for_checkpoint(&job);
     let second = job.run(&args(&["--resume"]));
     assert_eq!(second.code, 75, "{}", second.stderr);
     for text in ["saved", "used by another job: job `"] {
@@ -204,7 +210,7 @@ fn failed_save_is_reported_and_training_goes_on() {
     let job = Job::new();
     let process = job.spawn(&args(&["--set", "train.steps=100000", "--set", "train.eval_every=0"]));
     let (saved, away) = (job.path().join("saved"), job.path().join("away"));
-    wait_for("the first checkpoint", || saved.join("step-00000004").exists().then_some(()));
+    wait_for_checkpoint(&job);
     std::fs::rename(&saved, &away).unwrap();
     std::fs::write(&saved, "").unwrap();
     process.wait_for_stderr("failed: ");
@@ -225,12 +231,12 @@ fn failed_last_save_fails_the_job() {
     let process =
         job.spawn(&args(&["--nproc", "2", "--set", "train.steps=100000", "--set", "train.eval_every=0"]));
     let (saved, away) = (job.path().join("saved"), job.path().join("away"));
-    wait_for("the first checkpoint", || saved.join("step-00000004").exists().then_some(()));
+    wait_for_checkpoint(&job);
     std::fs::rename(&saved, &away).unwrap();
     std::fs::write(&saved, "").unwrap();
     process.signal(Signal::TERM);
     let output = process.wait();
     assert!(output.code == 65 || output.code == 75, "{}: {}", output.code, output.stderr);
     assert!(output.stderr.contains(&saved.display().to_string()), "{}", output.stderr);
-    assert!(away.join("step-00000004").exists() || std::fs::read_dir(&away).unwrap().count() > 1);
+    assert!(std::fs::read_dir(&away).unwrap().count() > 1);
 }

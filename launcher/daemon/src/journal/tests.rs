@@ -390,7 +390,7 @@ fn state_directory_writable_by_others_is_refused() {
     } else {
         "/".into()
     };
-    let error = open(&not_ours).unwrap_err().to_string();
+    let error = Journal::<Record>::open(&not_ours).unwrap_err().to_string();
     assert!(error.contains(" belongs to user"), "{error}");
 }
 

@@ -116,6 +116,17 @@ fn chats_have_masks_and_starts() {
 }
 
 #[test]
+fn half_surrogate_pairs_in_chats_are_refused_or_replaced() {
+    let escaped = chat("a", "b*").replace('*', "\\ud83d");
+    let mut prepared = Prepared::new("a.jsonl", escaped);
+    let error = prepared.run().unwrap_err().to_string();
+    assert!(error.contains("a.jsonl:1: not valid JSONL: an escape is half of a surrogate pair"), "{error}");
+    prepared.options.invalid = Invalid::Replace;
+    let (manifest, _) = prepared.run().unwrap();
+    assert_eq!(prepared.texts(&manifest.train), ["user:a\nassistant:B\u{fffd}\n"]);
+}
+
+#[test]
 fn any_number_of_threads_and_any_input_gives_the_same_chats() {
     let row = |number: usize| (format!("{number}"), "answer ".repeat(number % 50));
     let rows: Vec<(String, String)> = (0..4000).map(row).filter(|(_, answer)| !answer.is_empty()).collect();

@@ -125,7 +125,7 @@ impl Encoder {
         if line.is_empty() {
             return Ok(());
         }
-        let row = serde_json::from_str(&line).map_err(|error| Self::json_reason(&line, &error))?;
+        let row = self.json(&line, |line| serde_json::from_str(line))?;
         match chats.encode(&row)? {
             Outcome::Empty => {}
             Outcome::Dropped => out.dropped += 1,
@@ -154,27 +154,29 @@ impl Encoder {
         if line.is_empty() {
             return Ok(String::new());
         }
-        let parse = |strict: bool| {
-            let mut json = serde_json::Deserializer::from_str(&line);
-            let text = Row { field: &self.field, strict }.deserialize(&mut json);
-            text.and_then(|text| json.end().map(|()| text.map(Cow::into_owned)))
-        };
-        let text = match parse(true) {
-            Err(error) => match parse(false) {
-                // The line contains half a surrogate pair, which is not a character.
-                Ok(text) if self.invalid == Invalid::Replace => Ok(text),
-                Ok(_) => {
-                    let help = "help: see --invalid and --on-error";
-                    return Err(format!("not valid JSONL: an escape is half of a surrogate pair\n{help}"));
-                }
-                Err(_) => Err(error),
-            },
-            text => text,
-        };
-        text.map_err(|error| Self::json_reason(&line, &error))?.ok_or_else(|| {
+        let text = self.json(&line, |line| {
+            let mut json = serde_json::Deserializer::from_str(line);
+            let text = Row { field: &self.field }.deserialize(&mut json)?.map(Cow::into_owned);
+            json.end().map(|()| text)
+        })?;
+        text.ok_or_else(|| {
             let help = "help: name the field that holds the text with --field, or see --on-error";
             format!("the object has no field `{}`\n{help}", self.field.escape_debug())
         })
+    }
+
+    /// Parses a line of JSON. Halves of surrogate pairs, which are not characters, are refused or replaced.
+    fn json<T>(&self, line: &str, parse: impl Fn(&str) -> serde_json::Result<T>) -> Result<T, String> {
+        let parsed = parse(line).or_else(|error| match without_half_pairs(line) {
+            Some(other) if parse(&other).is_ok() => match self.invalid {
+                Invalid::Replace => parse(&other),
+                Invalid::Error => Err(serde_json::Error::custom(
+                    "an escape is half of a surrogate pair\nhelp: see --invalid and --on-error",
+                )),
+            },
+            _ => Err(error),
+        });
+        parsed.map_err(|error| Self::json_reason(line, &error))
     }
 
     /// Formats a JSON error without its line number, which is always 1.
@@ -225,8 +227,6 @@ impl Encoder {
 /// Deserializes the text of a row: a string, or one field of an object without keeping the others.
 struct Row<'a> {
     field: &'a str,
-    /// True to refuse half surrogate pairs.
-    strict: bool,
 }
 
 impl<'de> DeserializeSeed<'de> for Row<'_> {
@@ -258,10 +258,10 @@ impl<'de> Visitor<'de> for Row<'_> {
 
     fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Self::Value, M::Error> {
         let mut text = None;
-        while let Some(key) = map.next_key_seed(Text { strict: self.strict })? {
+        while let Some(key) = map.next_key_seed(Text)? {
             if key != self.field {
                 map.next_value::<IgnoredAny>()?;
-            } else if text.replace(map.next_value_seed(Text { strict: self.strict })?).is_some() {
+            } else if text.replace(map.next_value_seed(Text)?).is_some() {
                 return Err(M::Error::custom(format!(
                     "the field `{}` is there twice",
                     self.field.escape_debug()
@@ -273,15 +273,13 @@ impl<'de> Visitor<'de> for Row<'_> {
 }
 
 /// A string, borrowed if it has no escapes; `null` counts as an empty one.
-struct Text {
-    strict: bool,
-}
+struct Text;
 
 impl<'de> DeserializeSeed<'de> for Text {
     type Value = Cow<'de, str>;
 
     fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Self::Value, D::Error> {
-        if self.strict { json.deserialize_any(self) } else { json.deserialize_bytes(self) }
+        json.deserialize_any(self)
     }
 }
 
@@ -303,25 +301,28 @@ impl<'de> Visitor<'de> for Text {
     fn visit_str<E: Error>(self, text: &str) -> Result<Self::Value, E> {
         Ok(Cow::Owned(text.to_owned()))
     }
-
-    fn visit_bytes<E: Error>(self, text: &[u8]) -> Result<Self::Value, E> {
-        Ok(Cow::Owned(replace_surrogates(text)))
-    }
 }
 
-/// Converts UTF-8 in which half surrogate pairs are also encoded; each of those becomes U+FFFD.
-fn replace_surrogates(mut bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len());
-    loop {
-        match std::str::from_utf8(bytes) {
-            Ok(rest) => return text + rest,
-            Err(error) => {
-                let (valid, rest) = bytes.split_at(error.valid_up_to());
-                text.push_str(&String::from_utf8_lossy(valid));
-                text.push(char::REPLACEMENT_CHARACTER);
-                let is_surrogate = matches!(rest, [0xed, 0xa0..=0xbf, 0x80..=0xbf, ..]);
-                bytes = &rest[if is_surrogate { 3 } else { error.error_len().unwrap_or(rest.len()) }..];
+/// Returns JSON in which every escape of half a surrogate pair is one of U+FFFD; `None` if there is none.
+fn without_half_pairs(json: &str) -> Option<String> {
+    let unit = |at: usize| {
+        let digits = json.get(at..)?.strip_prefix("\\u")?.get(..4)?;
+        u16::from_str_radix(digits, 16).ok()
+    };
+    let (mut out, mut copied, mut at) = (String::new(), 0, 0);
+    while let Some(next) = json[at..].find('\\') {
+        at += next;
+        at += match (unit(at), unit(at + 6)) {
+            (Some(0xd800..=0xdbff), Some(0xdc00..=0xdfff)) => 12,
+            (Some(0xd800..=0xdfff), _) => {
+                out.push_str(&json[copied..at]);
+                out.push_str("\\ufffd");
+                copied = at + 6;
+                6
             }
-        }
+            // What is escaped may have several bytes, and is not JSON then.
+            _ => 1 + json[at + 1..].chars().next().map_or(0, char::len_utf8),
+        };
     }
+    (copied > 0).then(|| out + &json[copied..])
 }

@@ -21,7 +21,7 @@ pub enum Bos {
 /// `end_of_text` names the token that ends a text, or is `none`; if it is not given, the tokenizer must know the token.
 ///
 /// # Errors
-/// If there is no such token, or none is known.
+/// If there is no such token, or none is known, or the template puts several tokens before a text.
 pub fn frame(tokenizer: Tokenizer, end_of_text: Option<&str>, bos: Bos) -> Result<Tokenizer, String> {
     let tokenizer = match end_of_text {
         Some("none") => tokenizer.with_end_of_text(None),
@@ -42,7 +42,20 @@ pub fn frame(tokenizer: Tokenizer, end_of_text: Option<&str>, bos: Bos) -> Resul
         None => tokenizer,
     };
     let id = match bos {
-        Bos::Auto => tokenizer.bos(),
+        Bos::Auto => match tokenizer.prefix() {
+            [] => None,
+            [id] => Some(*id),
+            ids => {
+                let name =
+                    |id: &u32| format!("`{}`", tokenizer.added_token(*id).unwrap_or_default().escape_debug());
+                return Err(format!(
+                    "{} puts {} before each text, but a document of prepared data starts with one token at most: \
+                     choose --bos always for the first of them, or --bos never",
+                    tokenizer.name(),
+                    ids.iter().map(name).collect::<Vec<_>>().join(" "),
+                ));
+            }
+        },
         Bos::Never => None,
         Bos::Always => {
             let known = tokenizer.known_bos().or(tokenizer.end_of_text());
@@ -70,23 +83,26 @@ mod tests {
 
     use super::*;
 
-    /// Builds a tokenizer with these added tokens, whose template starts texts with `first`.
-    fn tokenizer(added: &[&str], first: Option<&str>) -> Tokenizer {
+    /// Builds a tokenizer with these added tokens, whose template puts `prefix` before texts.
+    fn tokenizer(added: &[&str], prefix: &[&str]) -> Tokenizer {
         let token = |(index, content): (usize, &&str)| {
             json!({
                 "id": index + 1, "content": content, "special": true, "single_word": false, "lstrip": false,
                 "rstrip": false, "normalized": false,
             })
         };
-        let template = first.map(|token| {
-            let id = added.iter().position(|other| *other == token).unwrap() + 1;
-            json!({
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {token: {"id": token, "ids": [id], "tokens": [token]}},
-            })
+        let id = |token: &str| added.iter().position(|other| *other == token).unwrap() + 1;
+        let special = |token: &&str| json!({"SpecialToken": {"id": token, "type_id": 0}});
+        let text = |(name, type_id)| json!({"Sequence": {"id": name, "type_id": type_id}});
+        let ids =
+            |token: &&str| ((*token).into(), json!({"id": token, "ids": [id(token)], "tokens": [token]}));
+        let template = json!({
+            "type": "TemplateProcessing",
+            "single": prefix.iter().map(special).chain([("A", 0)].map(text)).collect::<Vec<_>>(),
+            "pair": [text(("A", 0)), text(("B", 1))],
+            "special_tokens": prefix.iter().map(ids).collect::<serde_json::Map<_, _>>(),
         });
+        let template = if prefix.is_empty() { serde_json::Value::Null } else { template };
         let file = json!({
             "version": "1.0", "added_tokens": added.iter().enumerate().map(token).collect::<Vec<_>>(),
             "post_processor": template, "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
@@ -96,7 +112,7 @@ mod tests {
 
     #[test]
     fn unknown_end_of_text_is_refused_unless_named() {
-        let unknown = || tokenizer(&["<doc>", "<x>"], None);
+        let unknown = || tokenizer(&["<doc>", "<x>"], &[]);
         let error = frame(unknown(), None, Bos::Auto).unwrap_err();
         assert!(error.contains("--eot TOKEN") && error.contains("`<doc>`, `<x>`"), "{error}");
         assert_eq!(frame(unknown(), Some("<x>"), Bos::Auto).unwrap().end_of_text(), Some(2));
@@ -106,7 +122,7 @@ mod tests {
         );
         for name in ["<|eos|>", "<|bos|>", "<\u{ff5c}end\u{2581}of\u{2581}sentence\u{ff5c}>"] {
             assert_eq!(
-                frame(tokenizer(&["<x>", name], None), None, Bos::Auto).unwrap().end_of_text(),
+                frame(tokenizer(&["<x>", name], &[]), None, Bos::Auto).unwrap().end_of_text(),
                 Some(2)
             );
         }
@@ -115,15 +131,28 @@ mod tests {
 
     #[test]
     fn template_of_the_tokenizer_is_what_documents_start_with() {
-        let with = || tokenizer(&["<s>", "</s>"], Some("<s>"));
+        let with = || tokenizer(&["<s>", "</s>"], &["<s>"]);
         assert_eq!(frame(with(), None, Bos::Auto).unwrap().bos(), Some(1));
         let never = frame(with(), None, Bos::Never).unwrap();
         assert_eq!((never.bos(), never.known_bos(), never.end_of_text()), (None, Some(1), Some(2)));
         assert_eq!(never.encode_prompt("a<s>", true).unwrap(), [0, 1]);
         let again = Tokenizer::from_json(never.to_json().as_bytes()).unwrap();
         assert_eq!(again.encode_prompt("a", true).unwrap(), [0]);
-        let always = frame(tokenizer(&["<s>", "</s>"], None), None, Bos::Always).unwrap();
+        let always = frame(tokenizer(&["<s>", "</s>"], &[]), None, Bos::Always).unwrap();
         assert_eq!((always.bos(), always.encode_prompt("a", true).unwrap()), (Some(2), vec![2, 0]));
         assert!(frame(Tokenizer::bytes(), None, Bos::Always).unwrap_err().contains("--bos always"));
+    }
+
+    #[test]
+    fn template_of_two_tokens_is_refused_unless_one_or_none_is_chosen() {
+        let with = || tokenizer(&["<mask>", "<sop>", "</s>"], &["<mask>", "<sop>"]);
+        let error = frame(with(), None, Bos::Auto).unwrap_err();
+        assert!(
+            error.contains("puts `<mask>` `<sop>` before each text") && error.contains("--bos never"),
+            "{error}"
+        );
+        for (bos, expected) in [(Bos::Always, &[1, 0][..]), (Bos::Never, &[0])] {
+            assert_eq!(frame(with(), None, bos).unwrap().encode_prompt("a", true).unwrap(), expected);
+        }
     }
 }

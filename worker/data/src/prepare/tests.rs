@@ -211,6 +211,7 @@ fn wrong_text_is_refused_with_its_place() {
             "{\"text\": \"a\\ud800b\"}",
             "a.jsonl:3: not valid JSONL: an escape is half of a surrogate pair\nhelp: see",
         ),
+        ("{\"text\": \"a\tb\"}", "a.jsonl:3: not valid JSONL: control character"),
         ("{\"text\": \"a\", \"score\": NaN}", "at column 24\nhelp: NaN and Infinity are not JSON"),
         ("{\"text\": \"a\", \"score\": -Infinity}", "\nhelp: NaN and Infinity are not JSON"),
         ("{\"text\": \"a\", \"text\": \"b\"}", "is there twice"),
@@ -414,12 +415,12 @@ fn broken_lines_are_skipped_and_named_if_asked_for() {
 
 #[test]
 fn half_surrogate_pairs_marks_and_null_are_read() {
-    let lines = "\u{feff}{\"text\": \"a\\ud83dz\"}\n{\"text\": null}\n{\"text\": \"\\ud83e\\udd80\"}\n";
+    let lines = "\u{feff}{\"text\": \"a\\ud83dz\\\\ud83d\\udd80\"}\n{\"text\": null}\n{\"text\": \"\\ud83e\\udd80\"}\n";
     let mut prepared = Prepared::new(Tokenizer::gpt2()).with("a.jsonl", lines);
     assert!(prepared.error().contains("a.jsonl:1: not valid JSONL"));
     prepared.options.invalid = Invalid::Replace;
     let (manifest, _) = prepared.run().unwrap();
-    assert_eq!(prepared.texts(&manifest.train), ["a\u{fffd}z", "\u{1f980}"]);
+    assert_eq!(prepared.texts(&manifest.train), ["a\u{fffd}z\\ud83d\u{fffd}", "\u{1f980}"]);
     let marked = Prepared::new(Tokenizer::gpt2()).with("b.txt", "\u{feff}text");
     let (manifest, _) = marked.run().unwrap();
     assert_eq!(marked.texts(&manifest.train), ["text"]);

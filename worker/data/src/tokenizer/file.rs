@@ -35,8 +35,8 @@ const END_OF_TEXT: [&str; 8] = [
 /// A usable file.
 pub(super) struct Opened {
     pub(super) end_of_text: Option<u32>,
-    /// The id that the file's template puts before a text.
-    pub(super) first: Option<u32>,
+    /// The ids that the file's template puts before a text.
+    pub(super) prefix: Vec<u32>,
     pub(super) tokens: Tokens,
     /// Ids of added tokens.
     pub(super) added: HashMap<String, u32>,
@@ -59,8 +59,8 @@ pub(super) fn open(json: &str) -> Result<Opened, String> {
     let cuts = Cuts::of(&file, vocab.keys().filter_map(|id| tokens.get(*id)));
     let ids: HashMap<String, u32> = added.into_iter().map(|(id, token)| (token.content, id)).collect();
     let end_of_text = END_OF_TEXT.iter().find_map(|name| ids.get(*name).copied());
-    let first = template::first_id(&file);
-    Ok(Opened { end_of_text, first, tokens, added: ids, fast, exact, cuts })
+    let prefix = template::prefix(&file);
+    Ok(Opened { end_of_text, prefix, tokens, added: ids, fast, exact, cuts })
 }
 
 /// Opens another fast encoder for a file of a common kind.

@@ -60,8 +60,8 @@ struct Inner {
     tokens: Tokens,
     /// Ids of added tokens.
     added: HashMap<String, u32>,
-    /// The id that the template puts before a text.
-    bos: Option<u32>,
+    /// The ids that the template puts before a text.
+    prefix: Vec<u32>,
     /// The id that starts a text according to files next to the tokenizer's.
     declared_bos: Option<u32>,
     /// A `tokenizer.json`.
@@ -188,14 +188,19 @@ impl Tokenizer {
         Self { end_of_text, ..self }
     }
 
-    /// Returns the id that the file's template puts before a text: the beginning of the sequence.
+    /// Returns the ids that the file's template puts before a text.
+    pub(crate) fn prefix(&self) -> &[u32] {
+        &self.inner.prefix
+    }
+
+    /// Returns the first id that the file's template puts before a text: the beginning of the sequence.
     pub fn bos(&self) -> Option<u32> {
-        self.inner.bos
+        self.inner.prefix.first().copied()
     }
 
     /// Returns the id that stands for the beginning of a sequence, whether or not the template writes it.
     pub fn known_bos(&self) -> Option<u32> {
-        self.inner.bos.or(self.inner.declared_bos)
+        self.bos().or(self.inner.declared_bos)
     }
 
     /// Returns the same tokenizer with a template that puts this id before a text, or no id.
@@ -203,7 +208,7 @@ impl Tokenizer {
     /// # Errors
     /// If this is the tokenizer of bytes, which has no such id.
     pub fn with_bos(&self, bos: Option<u32>) -> Result<Self, TokenizerError> {
-        if bos == self.inner.bos {
+        if bos.as_slice() == self.inner.prefix {
             return Ok(self.clone());
         }
         let name = &self.inner.name;
@@ -248,7 +253,7 @@ impl Tokenizer {
             return true;
         }
         let parse = |tokenizer: &Self| serde_json::from_str::<serde_json::Value>(&tokenizer.inner.json).ok();
-        self.bos() == other.bos() && self.vocab() == other.vocab() && {
+        self.prefix() == other.prefix() && self.vocab() == other.vocab() && {
             let without_template = |mut file: serde_json::Value| {
                 file["post_processor"] = serde_json::Value::Null;
                 file
@@ -378,10 +383,10 @@ impl Tokenizer {
         json: String,
         declared: &dyn Fn(&HashMap<String, u32>) -> Declared,
     ) -> Result<Self, String> {
-        let file::Opened { end_of_text, first, tokens, added, fast, exact, cuts } = file::open(&json)?;
+        let file::Opened { end_of_text, prefix, tokens, added, fast, exact, cuts } = file::open(&json)?;
         let Declared { eos, bos } = declared(&added);
         let encoder = Some(Encoder { fast, exact, cuts, long: OnceLock::new() });
-        let inner = Inner { name: name.into(), tokens, added, bos: first, declared_bos: bos, json, encoder };
+        let inner = Inner { name: name.into(), tokens, added, prefix, declared_bos: bos, json, encoder };
         Ok(Self { inner: Arc::new(inner), end_of_text: eos.or(end_of_text) })
     }
 
@@ -393,7 +398,7 @@ impl Tokenizer {
             name: "bytes".into(),
             tokens,
             added: HashMap::new(),
-            bos: None,
+            prefix: Vec::new(),
             declared_bos: None,
             json: gpt2::bytes_json(),
             encoder: None,

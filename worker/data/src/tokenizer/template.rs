@@ -2,19 +2,23 @@
 
 use serde_json::{Map, Value, json};
 
-/// Returns the id that the file's template puts before a text.
-pub(super) fn first_id(file: &Map<String, Value>) -> Option<u32> {
-    members(file.get("post_processor"), "processors").into_iter().find_map(|processor| {
-        let id = match processor["type"].as_str()? {
+/// Returns the ids that the file's template puts before a text.
+pub(super) fn prefix(file: &Map<String, Value>) -> Vec<u32> {
+    let ids = members(file.get("post_processor"), "processors").into_iter().find_map(|processor| {
+        match processor["type"].as_str()? {
             "TemplateProcessing" => {
-                let name = processor["single"].as_array()?.first()?["SpecialToken"]["id"].as_str()?;
-                &processor["special_tokens"][name]["ids"][0]
+                let names = processor["single"]
+                    .as_array()?
+                    .iter()
+                    .map_while(|part| part["SpecialToken"]["id"].as_str());
+                let ids = names.filter_map(|name| processor["special_tokens"][name]["ids"].as_array());
+                Some(ids.flatten().collect())
             }
-            "BertProcessing" | "RobertaProcessing" => &processor["cls"][1],
-            _ => return None,
-        };
-        u32::try_from(id.as_u64()?).ok()
-    })
+            "BertProcessing" | "RobertaProcessing" => Some(vec![&processor["cls"][1]]),
+            _ => None,
+        }
+    });
+    ids.unwrap_or_default().into_iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect()
 }
 
 /// Changes the template to put this token before a text, or no token. Processors that add no ids are kept.
