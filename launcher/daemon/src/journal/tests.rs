@@ -388,7 +388,7 @@ fn state_directory_writable_by_others_is_refused() {
         std::os::unix::fs::chown(&state, Some(12_345), None).unwrap();
         state
     } else {
-        "/".into()
+        "/usr".into()
     };
     let error = Journal::<Record>::open(&not_ours).unwrap_err().to_string();
     assert!(error.contains(" belongs to user"), "{error}");

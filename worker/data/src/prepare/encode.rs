@@ -167,13 +167,11 @@ impl Encoder {
 
     /// Parses a line of JSON. Halves of surrogate pairs, which are not characters, are refused or replaced.
     fn json<T>(&self, line: &str, parse: impl Fn(&str) -> serde_json::Result<T>) -> Result<T, String> {
-        let parsed = parse(line).or_else(|error| match without_half_pairs(line) {
-            Some(other) if parse(&other).is_ok() => match self.invalid {
-                Invalid::Replace => parse(&other),
-                Invalid::Error => Err(serde_json::Error::custom(
-                    "an escape is half of a surrogate pair\nhelp: see --invalid and --on-error",
-                )),
-            },
+        let parsed = parse(line).or_else(|error| match without_half_pairs(line).map(|other| parse(&other)) {
+            Some(Ok(value)) if self.invalid == Invalid::Replace => Ok(value),
+            Some(Ok(_)) => Err(serde_json::Error::custom(
+                "an escape is half of a surrogate pair\nhelp: see --invalid and --on-error",
+            )),
             _ => Err(error),
         });
         parsed.map_err(|error| Self::json_reason(line, &error))
