@@ -46,6 +46,7 @@ pub mod weights;
 
 use std::path::{Path, PathBuf};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::lineage::Recovered;
 
@@ -88,6 +89,7 @@ pub fn lock_checkpoints(dir: &Path, job: &str) -> Result<Lock, LockError> {
 /// stderr, whose last lines the agent includes in its failure report.
 #[expect(clippy::print_stderr, reason = "the agent reports the tail of a failed worker's stderr")]
 pub fn main(rank_threads: bool) -> ExitCode {
+    raise_open_file_limit();
     let environment = Environment::read(|name| std::env::var(name).ok());
     let result = environment.and_then(|environment| {
         fail::arm(environment.rank.0, environment.attempt.0).map_err(WorkerError::Setting)?;
@@ -101,4 +103,11 @@ pub fn main(rank_threads: bool) -> ExitCode {
             error.exit()
         }
     }
+}
+
+/// Raises the soft limit of open files to the hard limit, so that data files stay open. If that fails, they are opened
+/// for each read.
+fn raise_open_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }

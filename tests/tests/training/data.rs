@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Job, Output, Process, requirements, xlaunch_path};
+use xlaunch_tests::{Job, Output, Process, requirements, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
     prepared_data_is_shown_and_verified,
@@ -15,6 +15,7 @@ xlaunch_harness::tests! {
     wrong_input_ends_with_its_exit_code,
     documents_are_packed_for_training_and_a_resumed_run_continues,
     data_of_more_files_than_a_process_may_open_is_prepared_and_trained_on,
+    files_that_are_replaced_during_training_are_read_as_they_were,
     killed_preparations_are_complete_or_refused;
     needs requirements::mount_namespace:
     full_disk_leaves_nothing_that_is_accepted;
@@ -170,12 +171,16 @@ fn full_disk_leaves_nothing_that_is_accepted() {
 }
 
 /// Kills a preparation at a random moment. Its leftovers are complete and verified, or refused and prepared again.
-fn data_of_more_files_than_a_process_may_open_is_prepared_and_trained_on() {
-    const LIMIT: &str = "-n 64";
-    let job = Job::new();
+fn write_200_files(job: &Job) {
     for index in 0..200 {
         job.write(&format!("text/{index}.txt"), format!("the text of file {index}\n"));
     }
+}
+
+fn data_of_more_files_than_a_process_may_open_is_prepared_and_trained_on() {
+    const LIMIT: &str = "-n 64";
+    let job = Job::new();
+    write_200_files(&job);
     let run = |args: &[&str]| Process::spawn(&mut job.limited_command(LIMIT, args)).wait();
     let trained = run(&["train.toml", "--nproc", "2"]);
     assert_eq!(trained.code, 0, "{}", trained.stderr);
@@ -184,6 +189,21 @@ fn data_of_more_files_than_a_process_may_open_is_prepared_and_trained_on() {
     assert_eq!(prepared.code, 0, "{}", prepared.stderr);
     job.run_ok(&["--nproc", "2"]);
     assert_eq!(job.losses(), losses);
+}
+
+fn files_that_are_replaced_during_training_are_read_as_they_were() {
+    let job = Job::new();
+    write_200_files(&job);
+    let mut limited = job.limited_command("-Sn 64", &["train.toml", "--set", "train.steps=400"]);
+    let training = Process::spawn(&mut limited);
+    let metrics = job.path().join("runs/train/latest/metrics.jsonl");
+    wait_for("the first step", || metrics.metadata().is_ok_and(|file| file.len() > 0).then_some(()));
+    for index in 0..200 {
+        job.write("new", "an editor's new file\n");
+        std::fs::rename(job.path().join("new"), job.path().join(format!("text/{index}.txt"))).unwrap();
+    }
+    let output = training.wait();
+    assert_eq!(output.code, 0, "{}", output.stderr);
 }
 
 fn killed_preparations_are_complete_or_refused() {
