@@ -21,7 +21,7 @@ pub enum Bos {
 /// `end_of_text` names the token that ends a text, or is `none`; if it is not given, the tokenizer must know the token.
 ///
 /// # Errors
-/// If there is no such token, or none is known, or the template puts several tokens before a text.
+/// There is no such token, none is known, or the template puts several tokens before a text.
 pub fn frame(tokenizer: Tokenizer, end_of_text: Option<&str>, bos: Bos) -> Result<Tokenizer, String> {
     let tokenizer = match end_of_text {
         Some("none") => tokenizer.with_end_of_text(None),
