@@ -30,8 +30,6 @@ def launchers(binary):
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
         "xlaunch": [str(binary)],
         "xlaunch --preload torch": [str(binary), "--preload", "torch"],
-        # The first optimizer and DistributedDataParallel import torch._dynamo.
-        "xlaunch --preload torch,torch._dynamo": [str(binary), "--preload", "torch,torch._dynamo"],
     }
 
 

@@ -61,7 +61,8 @@ impl Default for CommSection {
 #[serde(rename_all = "lowercase")]
 pub enum Shard {
     /// The setting that was fastest in our measurements: "optimizer" on 2, 4 or 8 GPUs that share the run's directory
-    /// and do not divide experts, otherwise "none".
+    /// and do not divide experts, otherwise "none". "none" with `observe.check_every`, too, because copies of a weight
+    /// can be compared only where ranks do not overwrite each other's.
     Auto,
     /// Nothing: all state is replicated.
     None,
@@ -76,21 +77,22 @@ pub enum Shard {
     Parameters,
 }
 
-impl CommSection {
-    /// Returns the state that this many ranks shard, with or without a shared directory; never `Auto`.
+impl JobSpec {
+    /// Returns the state that this many ranks shard, with or without a shared directory; never `Auto`. Adapters are
+    /// never sharded.
     pub fn shard(&self, ranks: usize, cuda: bool, share_directory: bool) -> Shard {
-        let shards =
-            cuda && share_directory && ranks > 1 && EQUAL_SHARDS.is_multiple_of(ranks) && self.experts == 1;
-        match self.shard {
-            Shard::Auto if shards => Shard::Optimizer,
+        let compares = self.observe.check_every != 0;
+        let equal_shards = ranks > 1 && EQUAL_SHARDS.is_multiple_of(ranks);
+        match self.comm.shard {
+            _ if ranks == 1 || self.lora.is_on() => Shard::None,
+            Shard::Auto if cuda && share_directory && equal_shards && self.comm.experts == 1 && !compares => {
+                Shard::Optimizer
+            }
             Shard::Auto => Shard::None,
-            _ if ranks == 1 => Shard::None,
             chosen => chosen,
         }
     }
-}
 
-impl JobSpec {
     /// Checks that this number of ranks can divide the experts of the model as `comm.experts` says. The number of ranks
     /// is not known when the configuration is read.
     pub fn check_experts(&self, ranks: usize) -> Result<(), Invalid> {
@@ -175,10 +177,12 @@ mod tests {
 
     #[test]
     fn what_is_divided_follows_the_request_and_on_many_gpus_the_default() {
-        let shard = |value: &str, ranks, cuda, share_directory| {
-            let comm: CommSection = serde_json::from_str(&format!("{{\"shard\":{value}}}")).unwrap();
-            comm.shard(ranks, cuda, share_directory)
+        let spec = |value: &str| JobSpec {
+            comm: serde_json::from_str(&format!("{{\"shard\":{value}}}")).unwrap(),
+            ..JobSpec::default()
         };
+        let shard =
+            |value: &str, ranks, cuda, share_directory| spec(value).shard(ranks, cuda, share_directory);
         for (ranks, cuda, share_directory, default) in [
             (4, true, true, Shard::Optimizer),
             (8, true, true, Shard::Optimizer),
@@ -190,6 +194,9 @@ mod tests {
         ] {
             assert_eq!(shard("\"auto\"", ranks, cuda, share_directory), default, "{ranks} {cuda}");
             assert_eq!(shard("\"auto\"", 1, cuda, share_directory), Shard::None);
+            let mut compared = spec("\"auto\"");
+            compared.observe.check_every = 100;
+            assert_eq!(compared.shard(ranks, cuda, share_directory), Shard::None, "nothing to compare");
             for (value, chosen) in [
                 ("\"none\"", Shard::None),
                 ("\"optimizer\"", Shard::Optimizer),

@@ -102,7 +102,8 @@ pub struct ObserveSection {
     pub check_replicas: bool,
     /// Steps between comparisons of the parameters of all ranks, by a checksum that each device computes. The job fails
     /// if they differ, and the error names the ranks in the minority. Parameters are also compared before each
-    /// checkpoint is saved. 0 turns this off.
+    /// checkpoint is saved. A sharded optimizer hides most differences, as the owner of a weight overwrites it on the
+    /// other ranks in every step. 0 turns this off.
     pub check_every: u64,
     /// Number of steps for which every rank writes a timeline, `trace-rank<R>.json`, to the run's directory. Open it
     /// with Perfetto. Traced steps launch operations one by one and are slower. 0 turns this off.
@@ -119,11 +120,6 @@ impl JobSpec {
     /// Directory of all runs of the job.
     pub fn runs_dir(&self) -> PathBuf {
         Path::new(&self.job.output).join(&self.job.name)
-    }
-
-    /// Returns the state that this many ranks shard: see [`CommSection::shard`]. Adapters are never sharded.
-    pub fn shard(&self, ranks: usize, cuda: bool, share_directory: bool) -> Shard {
-        if self.lora.is_on() { Shard::None } else { self.comm.shard(ranks, cuda, share_directory) }
     }
 
     /// Checks all rules that depend only on the values, and returns the first violation.
