@@ -327,7 +327,13 @@ fn is_local(file: &Map<String, Value>) -> bool {
         }
         kind => kind == "ByteLevel" && member["use_regex"] == false,
     };
-    normalizers && members(file.get("pre_tokenizer"), "pretokenizers").into_iter().all(pre_tokenizers)
+    // One that is not the first puts its prefix within texts too, which pieces that continue a text do not have.
+    let prepends = |member: &&Value| match kind(member) {
+        "Metaspace" => !matches!(member["prepend_scheme"].as_str(), Some("never" | "first")),
+        kind => kind == "ByteLevel" && member["add_prefix_space"] != false,
+    };
+    let all = members(file.get("pre_tokenizer"), "pretokenizers");
+    normalizers && !all.iter().skip(1).any(prepends) && all.into_iter().all(pre_tokenizers)
 }
 
 /// Returns the added tokens that are found within text; `None` if one of them depends on its surroundings.
@@ -379,6 +385,24 @@ mod tests {
         assert!(within(b"the cat") && within("a\u{2581}".as_bytes()) && within(b"\xe4\xb8\n"));
         assert!(!within(b" the") && !within(b");\n\n") && !within("\u{2581}\u{2581}a".as_bytes()));
         assert!(Kind::LineStart.is_within(b"\n\na") && !Kind::LineStart.is_within(b"a\n\n"));
+    }
+
+    #[test]
+    fn prefix_that_is_written_within_texts_forbids_cuts() {
+        let cuts = |scheme: &str, first: serde_json::Value| {
+            let metaspace = serde_json::json!({
+                "type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": true,
+            });
+            let sequence = serde_json::json!({"type": "Sequence", "pretokenizers": [first, metaspace]});
+            let file = serde_json::json!({"pre_tokenizer": sequence});
+            Cuts::of(file.as_object().unwrap(), std::iter::empty())
+        };
+        let delimiter = serde_json::json!({"type": "CharDelimiterSplit", "delimiter": "-"});
+        let digits = serde_json::json!({"type": "Digits", "individual_digits": true});
+        for first in [delimiter, digits] {
+            assert_eq!(cuts("always", first.clone()), Cuts::NOWHERE);
+            assert_ne!(cuts("first", first), Cuts::NOWHERE);
+        }
     }
 
     #[test]
