@@ -159,12 +159,22 @@ fn json(field: &Field, out: &mut Vec<u8>) -> io::Result<()> {
         Field::UShort(value) => Value::from(*value),
         Field::UInt(value) => Value::from(*value),
         Field::ULong(value) => Value::from(*value),
-        Field::Float(value) => Value::from(*value),
-        Field::Double(value) => Value::from(*value),
+        Field::Float16(value) => return float(f64::from(*value), out),
+        Field::Float(value) => return float(f64::from(*value), out),
+        Field::Double(value) => return float(*value, out),
         // Dates, times and decimals as text.
         other => Value::from(other.to_string()),
     };
     write(&value, out)
+}
+
+fn float(value: f64, out: &mut Vec<u8>) -> io::Result<()> {
+    if !value.is_finite() {
+        // This is not JSON, so it causes an error for this row.
+        out.extend_from_slice(b"NaN");
+        return Ok(());
+    }
+    write(&Value::from(value), out)
 }
 
 fn write(value: &Value, out: &mut Vec<u8>) -> io::Result<()> {
@@ -174,6 +184,21 @@ fn write(value: &Value, out: &mut Vec<u8>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_are_those_of_json_or_an_error_of_their_row() {
+        for (field, expected) in [
+            (Field::Double(1e-7), "1e-7"),
+            (Field::Float(0.5), "0.5"),
+            (Field::Float16(Default::default()), "0.0"),
+            (Field::Double(f64::INFINITY), "NaN"),
+            (Field::Float(f32::NAN), "NaN"),
+        ] {
+            let mut out = Vec::new();
+            json(&field, &mut out).unwrap();
+            assert_eq!(String::from_utf8(out).unwrap(), expected);
+        }
+    }
 
     #[test]
     fn compressions_that_this_program_lacks_have_names() {
