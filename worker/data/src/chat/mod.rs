@@ -31,7 +31,9 @@ pub use minijinja::Value;
 pub(crate) use encode::{ChatEncoder, Document, Outcome};
 pub use template::Template;
 pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};
-pub use templates::{Templates, special_token, template_of, template_tokens};
+pub use templates::{Templates, template_of, template_tokens};
+
+pub use crate::tokenizer::special_token;
 
 #[cfg(test)]
 mod tests;

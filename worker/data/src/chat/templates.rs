@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value as Json, json};
 
 use super::template::Template;
+use crate::tokenizer::special_token;
 use crate::{hash, token_text};
 
 /// Name of the file with a chat template.
@@ -110,17 +111,12 @@ impl Sources {
 pub fn template_tokens(config: &Map<String, Json>, map: &Map<String, Json>) -> Vec<(String, String)> {
     let objects = ADDED_TOKENS.iter().filter_map(|key| config.get(*key)?.as_object());
     let added = objects.flatten().filter_map(|(name, token)| Some((name.as_str(), token_text(token)?)));
-    let named = TOKENS.iter().filter_map(|name| Some((*name, special_token(config, map, name)?)));
-    added.chain(named).map(|(name, token)| (name.to_owned(), token.to_owned())).collect()
-}
-
-/// Returns a special token, such as `bos_token`; `config` and `map` are those of [`template_tokens`].
-pub fn special_token<'a>(
-    config: &'a Map<String, Json>,
-    map: &'a Map<String, Json>,
-    name: &str,
-) -> Option<&'a str> {
-    [config, map].into_iter().find_map(|map| token_text(map.get(name)?))
+    let names = config.keys().chain(map.keys()).map(String::as_str).filter(|name| name.ends_with("_token"));
+    let named = names.filter_map(|name| Some((name, special_token(config, map, name)?)));
+    // Of equal names, the last one counts.
+    let (own, other): (Vec<_>, Vec<_>) = named.partition(|(name, _)| TOKENS.contains(name));
+    let all = other.into_iter().chain(added).chain(own);
+    all.map(|(name, token)| (name.to_owned(), token.to_owned())).collect()
 }
 
 /// Returns a chat template in `tokenizer_config.json`, which has one, or a list of named ones. The only one is the
@@ -181,14 +177,24 @@ mod tests {
     #[test]
     fn templates_see_the_tokens_that_a_model_adds() {
         let object = |value: Json| value.as_object().unwrap().clone();
-        let config = object(json!({
-            "eos_token": {"content": "</s>"}, "extra_special_tokens": {"turn_token": "<t>"},
+        let mut config = object(json!({
+            "eos_token": {"content": "</s>"}, "extra_special_tokens": {"turn_token": "<t>"}, "unk_token": "<u>",
             "model_specific_special_tokens": {"image_token": {"content": "<i>"}}, "pad_token": null,
+            "sound_token": "<a>", "turn_token": "<other>", "add_bos_token": true,
         }));
-        let tokens = template_tokens(&config, &object(json!({"eos_token": "x", "bos_token": "<s>"})));
-        let tokens: std::collections::BTreeMap<_, _> = tokens.into_iter().collect();
-        let shown: Vec<_> = tokens.iter().map(|(name, token)| format!("{name} {token}")).collect();
-        assert_eq!(shown, ["bos_token <s>", "eos_token </s>", "image_token <i>", "turn_token <t>"]);
+        let shown = |config: &Map<String, Json>| {
+            let map =
+                object(json!({"eos_token": "x", "bos_token": "<s>", "end_token": "<e>", "unk_token": null}));
+            let tokens: std::collections::BTreeMap<_, _> =
+                template_tokens(config, &map).into_iter().collect();
+            tokens.into_iter().map(|(name, token)| format!("{name} {token}")).collect::<Vec<_>>()
+        };
+        let own = ["image_token <i>", "sound_token <a>", "turn_token <t>"];
+        let old = [&["bos_token <s>", "end_token <e>", "eos_token x"][..], &own].concat();
+        assert_eq!(shown(&config), old);
+        // Newer files list all added tokens, and have no use for the other file.
+        config.insert("added_tokens_decoder".into(), json!({}));
+        assert_eq!(shown(&config), [&["eos_token </s>"][..], &own, &["unk_token <u>"]].concat());
     }
 
     #[test]

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use config::Declared;
-pub use config::token_text;
+pub use config::{special_token, token_text};
 use cuts::{Cuts, LONGEST_PIECE, PIECE};
 pub use decoder::Decoder;
 use exact::Exact;
