@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::content::probe;
 use super::row::{ASSISTANT, Chat, Row, has_role, is_counted, parse};
 use super::spans::{self, Endings};
-use super::template::Template;
+use super::template::{Marked, Template};
 use super::templates::Templates;
 use crate::Tokenizer;
 
@@ -173,20 +173,8 @@ impl ChatEncoder {
         let all = Value::from(messages.to_vec());
         let generation = format.template.has_generation();
         let (text, spans) = if generation {
-            let marked = format.template.render_marked(&all, &chat.tools)?;
-            let answers = messages.iter().enumerate().filter(|(_, message)| has_role(message, ASSISTANT));
-            let counted: Vec<bool> =
-                answers.map(|(index, message)| index >= chat.prompt && is_counted(message)).collect();
-            let (found, expected) = (marked.spans.len(), counted.len());
-            if counted.contains(&false) && found != expected {
-                return Err(format!(
-                    "{found} `generation` blocks of {expected} messages of the assistant: it is not known which of \
-                     them belong to `prompt` or have `weight` 0"
-                ));
-            }
-            let all = counted.iter().copied().chain(std::iter::repeat(true));
-            let spans = marked.spans.into_iter().zip(all).filter(|(_, counted)| *counted);
-            (marked.text, spans.map(|(span, _)| span).collect())
+            let Marked { text, spans } = format.template.render_marked(&all, &chat.tools)?;
+            (text, counted_blocks(format, messages, chat, spans)?)
         } else {
             let text = format.template.render(&all, &chat.tools, false)?;
             let spans = self.answers(format, messages, chat, &text)?;
@@ -268,6 +256,49 @@ impl ChatEncoder {
         }
         self.tokenizer.encode_with_offsets(text, trimmed).map_err(|error| error.to_string())
     }
+}
+
+/// Returns the `generation` blocks of the messages that count for the loss. The blocks of a message are those that a
+/// chat has more with this message at its end.
+fn counted_blocks(
+    format: &Format,
+    messages: &[Value],
+    chat: &Chat,
+    blocks: Vec<Range<usize>>,
+) -> Result<Vec<Range<usize>>, String> {
+    let is_answer = |index: usize| messages.get(index).is_some_and(|message| has_role(message, ASSISTANT));
+    let is_counted = |index: usize| index >= chat.prompt && is_counted(&messages[index]);
+    if (0..messages.len()).all(|index| !is_answer(index) || is_counted(index)) {
+        return Ok(blocks);
+    }
+    let unknown = |reason: String| {
+        format!(
+            "it is not known which `generation` blocks belong to messages of `prompt` or of `weight` 0: {reason}"
+        )
+    };
+    let (mut counted, mut before) = (Vec::new(), 0);
+    for index in 0..messages.len() {
+        let answers = is_answer(index);
+        // Between answers, one count is enough. In front of the first, a template may reject what is not a chat yet.
+        if !answers && (before == 0 || !is_answer(index + 1)) {
+            continue;
+        }
+        let count = if index + 1 == messages.len() {
+            blocks.len()
+        } else {
+            let beginning = Value::from(messages[..=index].to_vec());
+            format.template.render_marked(&beginning, &chat.tools).map_err(unknown)?.spans.len()
+        };
+        if count < before || (count > before) != answers {
+            let number = i64::try_from(count).unwrap_or(0) - i64::try_from(before).unwrap_or(0);
+            return Err(unknown(format!("messages[{index}] adds {number} of them")));
+        }
+        if answers && is_counted(index) {
+            counted.extend_from_slice(&blocks[before..count]);
+        }
+        before = count;
+    }
+    if before == blocks.len() { Ok(counted) } else { Err(unknown("the end of the chat adds some".into())) }
 }
 
 impl Format {

@@ -307,6 +307,30 @@ fn rows_of_other_forms_are_chats_or_texts() {
 }
 
 #[test]
+fn generation_blocks_belong_to_the_message_that_adds_them() {
+    let template = "{% for m in messages %}{% if m.role == 'assistant' %}{% for part in m.content.split('|') if part %}\
+                    {% generation %}{{ part }};{% endgeneration %}{% endfor %}{% else %}{{ m.content }}{% endif %}\
+                    {% endfor %}";
+    let row = |first: &str| {
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "Q"}},
+            {{"role": "assistant", "content": "{first}", "weight": 0}},
+            {{"role": "user", "content": "Q"}}, {{"role": "tool", "content": "Q"}},
+            {{"role": "assistant", "content": "b|c"}}]}}"#
+        )
+    };
+    assert_eq!(trained_on(template, &row("a")).unwrap(), ["b;c;"]);
+    assert_eq!(trained_on(template, &row("a|d|e")).unwrap(), ["b;c;"]);
+    // As many blocks as answers, which is by chance.
+    let error = trained_on(template, &row("")).unwrap_err();
+    assert!(error.contains("`weight` 0: messages[1] adds 0 of them"), "{error}");
+    // Blocks of a message that another one changes.
+    let last = "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}\
+                {% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}";
+    assert!(trained_on(last, &row("a")).unwrap_err().contains("messages[3] adds -1 of them"));
+}
+
+#[test]
 fn rows_that_are_no_chats_are_refused() {
     let message = |role: &str| format!(r#"{{"role": "{role}", "content": "a"}}"#);
     let chat = |messages: &str| format!(r#"{{"messages": [{messages}]}}"#);
