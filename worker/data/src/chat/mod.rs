@@ -5,8 +5,8 @@
 //!                                  \--> beginnings of the text --spans--/
 //! ```
 //! - `templates` finds the chat template of a tokenizer; `template` renders chats with it as Python's `transformers`
-//!   does; `rewrite` prepares its source, `python` has what templates expect of Python, and `content` converts messages
-//!   to the form that a template accepts;
+//!   does; `rewrite` prepares its source, `python` and `json` have what templates expect of Python, and `content`
+//!   converts messages to the form that a template accepts;
 //! - the text of the assistant is the contents of a template's `generation` blocks; `spans` derives it for templates
 //!   that have none.
 //!
@@ -14,6 +14,7 @@
 
 mod content;
 mod encode;
+mod json;
 mod python;
 mod rewrite;
 mod row;
@@ -29,6 +30,7 @@ pub(crate) const CHAT_COLUMNS: &[&str] =
 pub use minijinja::Value;
 
 pub(crate) use encode::{ChatEncoder, Document, Outcome};
+pub(crate) use json::parse_json;
 pub use template::Template;
 pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};
 pub use templates::{Templates, template_of, template_tokens};

@@ -1,59 +1,21 @@
-//! Functions of Python that templates expect: `json.dumps`, `strftime`, and the way values are printed.
+//! Functions of Python that templates expect: methods of strings, `strftime`, and the way values are printed.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
-use std::io;
 
 use chrono::NaiveDateTime;
 use chrono::format::{Item, StrftimeItems};
-use minijinja::value::{Kwargs, Value, ValueKind, from_args};
+use minijinja::value::{Kwargs, Tuple, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, Output, State, escape_formatter};
 use minijinja_contrib::pycompat::unknown_method_callback;
-use serde::Serialize;
-use serde_json::Serializer;
-use serde_json::ser::{Formatter, PrettyFormatter};
 
-/// Options of `tojson`, as `transformers` defines it.
-struct JsonOptions {
-    indent: Option<usize>,
-    separators: (String, String),
-    ascii: bool,
-}
+use super::json::{Number, float};
 
-/// Python's `json.dumps(value, ensure_ascii=False)`, which writes a space after `:` and `,`.
-pub(super) fn to_json(value: Value, options: Kwargs) -> Result<String, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    let separators: Option<Value> = options.get("separators")?;
-    let ascii: Option<bool> = options.get("ensure_ascii")?;
-    let sort: Option<bool> = options.get("sort_keys")?;
-    // Unknown options would otherwise be ignored silently.
-    options.assert_all_used()?;
-    if value.is_undefined() {
-        // A template that writes a field without checking for it would otherwise write `null`.
-        return Err(Error::new(ErrorKind::UndefinedError, "`tojson` of a value that the row does not have"));
-    }
-    let separators = match separators.filter(|value| !value.is_none()) {
-        Some(pair) => {
-            let part = |index| {
-                Ok::<_, Error>(pair.get_item_by_index(index)?.to_str().unwrap_or_default().to_string())
-            };
-            (part(0)?, part(1)?)
-        }
-        None if indent.is_some() => (",".into(), ": ".into()),
-        None => (", ".into(), ": ".into()),
-    };
-    let value = if sort == Some(true) { sorted(&value)? } else { value };
-    let mut out = Vec::new();
-    let spaces = " ".repeat(indent.unwrap_or(0));
-    let options = JsonOptions { indent, separators, ascii: ascii == Some(true) };
-    let formatter = Dumps { options: &options, pretty: PrettyFormatter::with_indent(spaces.as_bytes()) };
-    let failed = |error: String| Error::new(ErrorKind::BadSerialization, error);
-    value
-        .serialize(&mut Serializer::with_formatter(&mut out, formatter))
-        .map_err(|error| failed(error.to_string()))?;
-    String::from_utf8(out).map_err(|error| failed(error.to_string()))
-}
+/// Characters that end lines; a carriage return and a line feed end one line.
+const LINE_ENDS: [char; 10] =
+    ['\n', '\r', '\x0b', '\x0c', '\x1c', '\x1d', '\x1e', '\u{85}', '\u{2028}', '\u{2029}'];
 
-/// Methods of strings that `minijinja` and its own emulation of Python lack.
+/// Methods of strings that `minijinja` and its own emulation of Python lack, or that treat white space otherwise.
 pub(super) fn method(
     state: &mut State<'_, '_>,
     value: &Value,
@@ -64,6 +26,41 @@ pub(super) fn method(
         return unknown_method_callback(state, value, name, arguments);
     };
     match name {
+        "strip" | "lstrip" | "rstrip" => {
+            let (characters,): (Option<&str>,) = from_args(arguments)?;
+            Ok(strip(text, name, characters).into())
+        }
+        "split" | "rsplit" => {
+            let (separator, most, options): (Option<&str>, Option<i64>, Kwargs) = from_args(arguments)?;
+            let (separator, most) = (separator.or(options.get("sep")?), most.or(options.get("maxsplit")?));
+            options.assert_all_used()?;
+            if separator == Some("") {
+                return Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    format!("{name}: the separator is empty"),
+                ));
+            }
+            let most = most.and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX);
+            let mut parts = parts(text, separator, most, name == "rsplit");
+            if name == "rsplit" {
+                parts.reverse();
+            }
+            Ok(parts.into_iter().map(Value::from).collect())
+        }
+        "splitlines" => {
+            let (keep, options): (Option<bool>, Kwargs) = from_args(arguments)?;
+            let keep = keep.or(options.get("keepends")?).unwrap_or(false);
+            options.assert_all_used()?;
+            Ok(lines(text, keep).into_iter().map(Value::from).collect())
+        }
+        "isspace" => {
+            let () = from_args(arguments)?;
+            Ok((!text.is_empty() && text.chars().all(is_space)).into())
+        }
+        "title" => {
+            let () = from_args(arguments)?;
+            Ok(title(text).into())
+        }
         "removeprefix" => {
             let (prefix,): (&str,) = from_args(arguments)?;
             Ok(text.strip_prefix(prefix).unwrap_or(text).into())
@@ -76,141 +73,162 @@ pub(super) fn method(
             let (separator,): (&str,) = from_args(arguments)?;
             let (before, after) = text.split_once(separator).unwrap_or((text, ""));
             let found = if before.len() == text.len() { "" } else { separator };
-            Ok([before, found, after].map(Value::from).into_iter().collect())
+            Ok(Tuple::from([before, found, after].map(Value::from)).into())
         }
         "rpartition" => {
             let (separator,): (&str,) = from_args(arguments)?;
             let (before, after) = text.rsplit_once(separator).unwrap_or(("", text));
             let found = if after.len() == text.len() { "" } else { separator };
-            Ok([before, found, after].map(Value::from).into_iter().collect())
-        }
-        "rsplit" => {
-            let (separator, most): (&str, Option<usize>) = from_args(arguments)?;
-            let mut parts: Vec<&str> = match most {
-                Some(most) => text.rsplitn(most.saturating_add(1), separator).collect(),
-                None => text.rsplit(separator).collect(),
-            };
-            parts.reverse();
-            Ok(parts.into_iter().map(Value::from).collect())
+            Ok(Tuple::from([before, found, after].map(Value::from)).into())
         }
         _ => unknown_method_callback(state, value, name, arguments),
     }
 }
 
-/// Returns the value with the keys of all maps in order.
-fn sorted(value: &Value) -> Result<Value, Error> {
-    match value.kind() {
-        ValueKind::Map => {
-            let mut pairs = Vec::new();
-            for key in value.try_iter()? {
-                pairs.push((key.clone(), sorted(&value.get_item(&key)?)?));
+fn is_space(character: char) -> bool {
+    character.is_whitespace() || ('\x1c'..='\x1f').contains(&character)
+}
+
+/// Removes some characters, or white space, at the ends that a method is named for.
+fn strip<'a>(text: &'a str, method: &str, characters: Option<&str>) -> &'a str {
+    let is_stripped = |character: char| match characters {
+        Some(characters) => characters.contains(character),
+        None => is_space(character),
+    };
+    let text = if method == "rstrip" { text } else { text.trim_start_matches(is_stripped) };
+    if method == "lstrip" { text } else { text.trim_end_matches(is_stripped) }
+}
+
+/// Splits a text at up to `most` separators, or runs of white space. `from_end`: at the last ones, in reverse order.
+fn parts<'a>(text: &'a str, separator: Option<&str>, most: usize, from_end: bool) -> Vec<&'a str> {
+    if let Some(separator) = separator {
+        let count = most.saturating_add(1);
+        return if from_end {
+            text.rsplitn(count, separator).collect()
+        } else {
+            text.splitn(count, separator).collect()
+        };
+    }
+    let side = if from_end { "rstrip" } else { "lstrip" };
+    let (mut parts, mut rest) = (Vec::new(), strip(text, side, None));
+    while !rest.is_empty() {
+        let (part, other) = match (from_end, parts.len() < most) {
+            (_, false) => (rest, ""),
+            (false, true) => rest.split_at(rest.find(is_space).unwrap_or(rest.len())),
+            (true, true) => {
+                let (other, part) = rest.split_at(rest.trim_end_matches(|other| !is_space(other)).len());
+                (part, other)
             }
-            pairs.sort_by(|(one, _), (other, _)| one.cmp(other));
-            Ok(Value::from_pairs(pairs))
+        };
+        parts.push(part);
+        rest = strip(other, side, None);
+    }
+    parts
+}
+
+fn lines(text: &str, keep_ends: bool) -> Vec<&str> {
+    let (mut lines, mut rest) = (Vec::new(), text);
+    while !rest.is_empty() {
+        let (line, end) = rest.split_at(rest.find(LINE_ENDS).unwrap_or(rest.len()));
+        let length = if end.starts_with("\r\n") { 2 } else { end.chars().next().map_or(0, char::len_utf8) };
+        let (with_end, next) = rest.split_at(line.len() + length);
+        lines.push(if keep_ends { with_end } else { line });
+        rest = next;
+    }
+    lines
+}
+
+/// Python's `str.title`: letters after other characters than letters are capitals.
+fn title(text: &str) -> String {
+    let (mut out, mut in_word) = (String::with_capacity(text.len()), false);
+    for character in text.chars() {
+        if in_word {
+            out.extend(character.to_lowercase());
+        } else {
+            out.extend(character.to_uppercase());
         }
-        ValueKind::Seq => {
-            Ok(Value::from(value.try_iter()?.map(|item| sorted(&item)).collect::<Result<Vec<_>, _>>()?))
+        in_word = character.is_lowercase() || character.is_uppercase();
+    }
+    out
+}
+
+/// Jinja's filter `trim`.
+pub(super) fn trim(value: &Value, characters: Option<&str>) -> Result<String, Error> {
+    Ok(strip(&text(value)?, "strip", characters).to_owned())
+}
+
+/// Jinja's filter `indent`.
+pub(super) fn indent(
+    value: &Value,
+    width: Option<Value>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    options: Kwargs,
+) -> Result<String, Error> {
+    let width = width.or(options.get("width")?).unwrap_or_else(|| Value::from(4));
+    let first = first.or(options.get("first")?).unwrap_or(false);
+    let blank = blank.or(options.get("blank")?).unwrap_or(false);
+    options.assert_all_used()?;
+    let spaces = match width.as_str() {
+        Some(spaces) => spaces.to_owned(),
+        None => " ".repeat(usize::try_from(width)?),
+    };
+    let text = text(value)? + "\n";
+    let mut out = if first { spaces.clone() } else { String::new() };
+    for (index, line) in lines(&text, false).into_iter().enumerate() {
+        if index > 0 {
+            out.push('\n');
+            out.push_str(if blank || !line.is_empty() { &spaces } else { "" });
         }
-        _ => Ok(value.clone()),
+        out.push_str(line);
+    }
+    Ok(out)
+}
+
+/// Python's `str`, and Jinja's filter `string`.
+pub(super) fn text(value: &Value) -> Result<Cow<'_, str>, Error> {
+    match value.as_str() {
+        Some(text) => Ok(text.into()),
+        None if value.is_undefined() => Ok("".into()),
+        None => {
+            let mut text = String::new();
+            repr(value, &mut text)?;
+            Ok(text.into())
+        }
     }
 }
 
-struct Dumps<'a> {
-    options: &'a JsonOptions,
-    /// Writes line feeds and indents.
-    pretty: PrettyFormatter<'a>,
+/// Jinja's test `sequence`: what has a length and elements, mappings included.
+pub(super) fn is_sequence(value: &Value) -> bool {
+    use ValueKind::{Iterable, Map, Seq, String, Undefined};
+    matches!(value.kind(), Undefined | String | Seq | Iterable | Map)
 }
 
-impl Dumps<'_> {
-    /// Writes what stands before an element or a key.
-    fn separate<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        if self.options.indent.is_none() {
-            return if first { Ok(()) } else { out.write_all(self.options.separators.0.as_bytes()) };
-        }
-        if !first {
-            out.write_all(self.options.separators.0.as_bytes())?;
-        }
-        // The first element of a list gets no comma.
-        self.pretty.begin_array_value(out, true)
-    }
+/// Jinja's test `integer`.
+pub(super) fn is_integer(value: &Value) -> bool {
+    value.is_integer() || value.downcast_object_ref::<Number>().is_some_and(|number| number.is_integer)
 }
 
-impl Formatter for Dumps<'_> {
-    fn write_f64<W: ?Sized + io::Write>(&mut self, out: &mut W, value: f64) -> io::Result<()> {
-        out.write_all(float(value).as_bytes())
-    }
-
-    fn write_string_fragment<W: ?Sized + io::Write>(&mut self, out: &mut W, text: &str) -> io::Result<()> {
-        if !self.options.ascii {
-            return out.write_all(text.as_bytes());
-        }
-        for unit in text.encode_utf16() {
-            match u8::try_from(unit).ok().filter(u8::is_ascii) {
-                Some(byte) => out.write_all(&[byte])?,
-                None => write!(out, "\\u{unit:04x}")?,
-            }
-        }
-        Ok(())
-    }
-
-    fn begin_array<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
-        self.pretty.begin_array(out)
-    }
-
-    fn end_array<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
-        if self.options.indent.is_some() { self.pretty.end_array(out) } else { out.write_all(b"]") }
-    }
-
-    fn begin_array_value<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        self.separate(out, first)
-    }
-
-    fn end_array_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
-        self.pretty.end_array_value(out)
-    }
-
-    fn begin_object<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
-        self.pretty.begin_object(out)
-    }
-
-    fn end_object<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
-        if self.options.indent.is_some() { self.pretty.end_object(out) } else { out.write_all(b"}") }
-    }
-
-    fn begin_object_key<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        self.separate(out, first)
-    }
-
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
-        out.write_all(self.options.separators.1.as_bytes())
-    }
-
-    fn end_object_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
-        self.pretty.end_object_value(out)
-    }
+/// Jinja's test `number`.
+pub(super) fn is_number(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Bool | ValueKind::Number)
+        || value.downcast_object_ref::<Number>().is_some()
 }
 
-/// Python's `repr` of a floating-point number.
-fn float(value: f64) -> String {
-    let scientific = format!("{value:e}");
-    let Some((digits, exponent)) = scientific.split_once('e') else { return scientific };
-    let exponent: i32 = exponent.parse().unwrap_or(0);
-    if (-4..16).contains(&exponent) {
-        let plain = format!("{value}");
-        return if plain.contains('.') { plain } else { plain + ".0" };
-    }
-    let sign = if exponent < 0 { '-' } else { '+' };
-    format!("{digits}e{sign}{:02}", exponent.abs())
+/// Jinja's test `float`.
+pub(super) fn is_float(value: &Value) -> bool {
+    value.kind() != ValueKind::Bool && is_number(value) && !is_integer(value)
 }
 
 /// Prints a value as Python does: `True`, `None`, `1e+20`, `{'key': ['text']}`.
 pub(super) fn print(out: &mut Output<'_>, state: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
     match value.kind() {
-        ValueKind::Bool | ValueKind::None | ValueKind::Number | ValueKind::Map | ValueKind::Seq => {
-            let mut text = String::new();
-            repr(value, &mut text)?;
-            out.write_str(&text).map_err(Error::from)
-        }
+        ValueKind::Bool
+        | ValueKind::None
+        | ValueKind::Number
+        | ValueKind::Map
+        | ValueKind::Seq
+        | ValueKind::Iterable => out.write_str(&text(value)?).map_err(Error::from),
         _ => escape_formatter(out, state, value),
     }
 }
@@ -237,13 +255,18 @@ fn repr(value: &Value, out: &mut String) -> Result<(), Error> {
             }
             out.push('}');
         }
-        ValueKind::Seq if !value.is_tuple() => {
-            out.push('[');
+        ValueKind::Seq | ValueKind::Iterable => {
+            let is_tuple = value.is_tuple();
+            out.push(if is_tuple { '(' } else { '[' });
             for item in value.try_iter()? {
                 separate(out);
                 repr(&item, out)?;
             }
-            out.push(']');
+            out.push_str(match (is_tuple, value.len()) {
+                (true, Some(1)) => ",)",
+                (true, _) => ")",
+                _ => "]",
+            });
         }
         _ => {
             let _ = write!(out, "{value}");
@@ -261,18 +284,27 @@ fn repr_text(text: &str, out: &mut String) {
             '\n' => out.push_str("\\n"),
             '\r' => out.push_str("\\r"),
             '\t' => out.push_str("\\t"),
-            control if control.is_ascii_control() => {
-                let _ = write!(out, "\\x{:02x}", u32::from(control));
-            }
-            other => {
-                if other == quote {
-                    out.push('\\');
-                }
-                out.push(other);
+            _ if character == quote => out.extend(['\\', quote]),
+            _ if is_printable(character) => out.push(character),
+            _ => {
+                let _ = match u32::from(character) {
+                    code @ ..=0xff => write!(out, "\\x{code:02x}"),
+                    code @ ..=0xffff => write!(out, "\\u{code:04x}"),
+                    code => write!(out, "\\U{code:08x}"),
+                };
             }
         }
     }
     out.push(quote);
+}
+
+/// Returns whether Python's `repr` writes a character as it is.
+fn is_printable(character: char) -> bool {
+    if character.is_ascii() {
+        return !character.is_ascii_control();
+    }
+    // In front of a text, `escape_debug` also escapes marks, which are printable.
+    ["a", character.encode_utf8(&mut [0; 4])].concat().escape_debug().nth(1) == Some(character)
 }
 
 /// Python's `now.strftime(format)` of a time without a time zone, as `datetime.now()` is.
@@ -300,31 +332,19 @@ pub(super) fn strftime(format: &str, now: NaiveDateTime) -> Result<String, Error
 #[cfg(test)]
 mod tests {
     use chrono::DateTime;
-    use minijinja::Environment;
+    use minijinja::{Environment, context};
 
+    use super::super::json::parse_json;
     use super::*;
 
     fn rendered(template: &str, value: &str) -> String {
         let mut environment = Environment::new();
-        environment.add_filter("tojson", to_json);
         environment.set_formatter(print);
-        let value: Value = serde_json::from_str(value).unwrap();
-        environment.render_str(template, minijinja::context! { value }).unwrap()
-    }
-
-    #[test]
-    fn values_are_written_as_by_json_dumps() {
-        let value = r#"{"b": [1, 2.0, 1e22, 1e-7, {}], "a": {"c": "é\u0001\n\"🙂", "d": null, "e": []}}"#;
-        let json = |options: &str| rendered(&format!("{{{{ value | tojson({options}) }}}}"), value);
-        let expected =
-            r#"{"b": [1, 2.0, 1e+22, 1e-07, {}], "a": {"c": "é\u0001\n\"🙂", "d": null, "e": []}}"#;
-        assert_eq!(json(""), expected);
-        assert_eq!(
-            json("separators=(',', ':'), sort_keys=true, ensure_ascii=true"),
-            r#"{"a":{"c":"\u00e9\u0001\n\"\ud83d\ude42","d":null,"e":[]},"b":[1,2.0,1e+22,1e-07,{}]}"#
-        );
-        let lines = "{\n  \"a\": [\n    1,\n    {}\n  ],\n  \"b\": []\n}";
-        assert_eq!(rendered("{{ value | tojson(indent=2) }}", r#"{"a": [1, {}], "b": []}"#), lines);
+        environment.set_unknown_method_callback(method);
+        environment.add_filter("trim", trim);
+        environment.add_filter("indent", indent);
+        environment.add_filter("string", |value: &Value| text(value).map(Cow::into_owned));
+        environment.render_str(template, context! { value => parse_json(value).unwrap() }).unwrap()
     }
 
     #[test]
@@ -334,6 +354,53 @@ mod tests {
             rendered("{{ value }} {{ value.a[0] }} {{ none }} {{ 'é' }}", value),
             r#"{'a': [True, None, "it's", '\'"\n\\', 0.1, 1e+17, 7]} True None é"#
         );
+        let texts =
+            "['\u{a0}\u{200b}\u{ad}\u{7f}\u{85}', '\u{2028}\u{e000}\u{e0001}\u{378}', 'e\u{301}\u{1f642}']";
+        let texts = &texts.replace('\'', "\"");
+        let python = r"['\xa0\u200b\xad\x7f\x85', '\u2028\ue000\U000e0001\u0378', 'e".to_owned()
+            + "\u{301}\u{1f642}']";
+        assert_eq!(rendered("{{ value }}{{ value | string }}", texts), python.repeat(2));
+        assert_eq!(
+            rendered("{{ value[1:] }} {{ (value[0], 1e-7) }} {{ (1,) }}", r#"["\u007f", "a"]"#),
+            r"['a'] ('\x7f', 1e-07) (1,)"
+        );
+        assert_eq!(
+            rendered("{{ 1e16 | string }} {{ [1e-7] | string }} {{ x | string }}", "1"),
+            "1e+16 [1e-07] "
+        );
+    }
+
+    #[test]
+    fn texts_are_cut_as_by_python() {
+        let value =
+            "\" \u{1c}a\u{1f} b\u{a0}c\r\n\"".replace("\u{1c}", "\\u001c").replace("\u{1f}", "\\u001f");
+        let value = value.replace("\r\n", "\\r\\n");
+        for (template, expected) in [
+            ("value.strip()", "'a\\x1f b\\xa0c'"),
+            ("value | trim", "'a\\x1f b\\xa0c'"),
+            ("value.rstrip()", "' \\x1ca\\x1f b\\xa0c'"),
+            ("value.lstrip()", "'a\\x1f b\\xa0c\\r\\n'"),
+            ("'xaxb'.strip('xb')", "'a'"),
+            ("value.split()", "'a', 'b', 'c'"),
+            ("value.split(none, 1)", "'a', 'b\\xa0c\\r\\n'"),
+            ("value.rsplit(maxsplit=1)", "' \\x1ca\\x1f b', 'c'"),
+            ("'a-b-c'.split('-', maxsplit=1)", "'a', 'b-c'"),
+            ("'a-b-c'.rsplit('-', 1)", "'a-b', 'c'"),
+            ("'a-b-c'.rsplit(sep='-')", "'a', 'b', 'c'"),
+            ("''.split()", ""),
+            ("''.split('-')", "''"),
+            ("'a\rb\r\n\nc\u{2028}\x1dd\n'.splitlines()", "'a', 'b', '', 'c', '', 'd'"),
+            ("'a\rb\r\nc'.splitlines(keepends=true)", "'a\\r', 'b\\r\\n', 'c'"),
+            ("'\x1c'.isspace()", "True"),
+            ("'tool_result of_É1a'.title()", "'Tool_Result Of_É1A'"),
+            ("'a=b'.partition('=')", "'a', '=', 'b'"),
+            ("'a\n\nb\n' | indent(2)", "'a\\n\\n  b\\n'"),
+            ("'a\n\nb' | indent('> ', true, blank=true)", "'> a\\n> \\n> b'"),
+            ("'' | indent(first=true)", "'    '"),
+        ] {
+            let list = rendered(&format!("{{{{ [{template}] }}}}"), &value);
+            assert_eq!(list.trim_matches(['[', ']', '(', ')']), expected, "{template}");
+        }
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use minijinja::value::{Value, ValueKind};
 
+use super::json::parse_json;
+
 /// The role of the model.
 pub(crate) const ASSISTANT: &str = "assistant";
 /// Fields of a message that may hold the model's thoughts. Templates read the first of them.
@@ -105,8 +107,9 @@ fn tools(value: Option<Value>) -> Result<Value, String> {
     let Some(value) = value else { return Ok(Value::from(())) };
     let value = match value.as_str() {
         Some("") => return Ok(Value::from(())),
-        Some(json) => serde_json::from_str(json)
-            .map_err(|error| format!("`tools` is a string, but not of JSON: {error}"))?,
+        Some(json) => {
+            parse_json(json).map_err(|error| format!("`tools` is a string, but not of JSON: {error}"))?
+        }
         None => value,
     };
     match value.kind() {

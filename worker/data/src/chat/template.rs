@@ -1,5 +1,6 @@
 //! Renders chats with a model's own template, as Python's `transformers` does.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -11,7 +12,7 @@ use minijinja::{Environment, Error, ErrorKind, State, context};
 
 use super::content::ContentForms;
 use super::rewrite::{GENERATION, rewrite};
-use super::{python, row};
+use super::{json, python, row};
 
 /// Name of the template in its environment.
 const NAME: &str = "chat template";
@@ -61,8 +62,15 @@ impl Template {
         environment.set_syntax(syntax.map_err(|error| error.to_string())?);
         environment.set_unknown_method_callback(python::method);
         environment.set_formatter(python::print);
-        environment.add_filter("tojson", python::to_json);
-        environment.add_test("iterable", |value: Value| !value.is_none() && value.try_iter().is_ok());
+        environment.add_filter("tojson", json::to_json);
+        environment.add_filter("trim", python::trim);
+        environment.add_filter("indent", python::indent);
+        environment.add_filter("string", |value: &Value| python::text(value).map(Cow::into_owned));
+        environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+        environment.add_test("sequence", python::is_sequence);
+        environment.add_test("number", python::is_number);
+        environment.add_test("integer", python::is_integer);
+        environment.add_test("float", python::is_float);
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });

@@ -1,7 +1,5 @@
 //! The templates of public families in short form, with the texts of which every token counts.
 
-use minijinja::value::Value;
-
 use super::*;
 use crate::Tokenizer;
 
@@ -85,7 +83,7 @@ fn encoder(template: &str, max_tokens: Option<usize>) -> ChatEncoder {
 }
 
 fn encode(encoder: &ChatEncoder, row: &str) -> Result<Outcome, String> {
-    encoder.encode(&serde_json::from_str::<Value>(row).unwrap())
+    encoder.encode(&parse_json(row).unwrap())
 }
 
 /// Returns the texts of consecutive tokens of which every one counts for the loss.
@@ -328,6 +326,18 @@ fn generation_blocks_belong_to_the_message_that_adds_them() {
     let last = "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}\
                 {% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}";
     assert!(trained_on(last, &row("a")).unwrap_err().contains("messages[3] adds -1 of them"));
+}
+
+#[test]
+fn numbers_of_any_length_are_written_as_they_are() {
+    let template = "{{ messages[0].content }}{{ tools | tojson }}{% generation %}{{ messages[1].n ~ messages[1].x }}\
+                    {% endgeneration %}";
+    let row = r#"{"messages": [{"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "n": 123456789012345678901234567890, "x": 1e-5}],
+        "tools": "[{\"maximum\": 18446744073709551616}]"}"#;
+    assert_eq!(trained_on(template, row).unwrap(), ["123456789012345678901234567890 1e-05".replace(' ', "")]);
+    let Outcome::Document { document, .. } = encode(&encoder(template, None), row).unwrap() else { panic!() };
+    assert!(tokenizer().decode(&document.ids).contains(r#"[{"maximum": 18446744073709551616}]"#));
 }
 
 #[test]

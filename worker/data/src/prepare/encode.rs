@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::blocks::{Block, Form, HASHED_BYTES};
 use super::{Invalid, PrepareError};
 use crate::Tokenizer;
-use crate::chat::{ChatEncoder, Document, Outcome};
+use crate::chat::{ChatEncoder, Document, Outcome, parse_json};
 
 /// Settings of the encoders.
 #[derive(Clone, Debug)]
@@ -125,7 +125,7 @@ impl Encoder {
         if line.is_empty() {
             return Ok(());
         }
-        let row = self.json(&line, |line| serde_json::from_str(line))?;
+        let row = self.json(&line, parse_json)?;
         match chats.encode(&row)? {
             Outcome::Empty => {}
             Outcome::Dropped => out.dropped += 1,
