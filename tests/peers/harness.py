@@ -49,7 +49,7 @@ def continuation(model, tokenizer, text, count):
     ids = tokenizer(text, return_tensors="pt")
     with torch.no_grad():
         out = model.generate(**ids, max_new_tokens=count, do_sample=False)[0]
-    return tokenizer.decode(out[ids["input_ids"].shape[1] :])
+    return tokenizer.decode(out[ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def write_tasks(folder, text, out):
@@ -62,7 +62,8 @@ def write_tasks(folder, text, out):
         question = part(37 * i, 6 + 5 * (i % 9))
         known = i % 2 == 0
         choices = [" " + part(37 * i + 100 * j, 1 + (i + j) % 4) for j in range(3)]
-        answer = continuation(model, tokenizer, question, 1 + i % 3) if known else " " + part(37 * i + 60, 2)
+        answer = continuation(model, tokenizer, question, 1 + i % 3) if known else ""
+        answer = answer or " " + part(37 * i + 60, 2)
         choices[i % 3] = answer
         # The answer of the model ends like the generation of the task.
         said = continuation(model, tokenizer, question, 16) if known else "x"
@@ -120,7 +121,9 @@ def main():
     (folder / "text.txt").write_text(text)
     runs = Runs(xlaunch, folder)
     tokenizer = folder / "base/tokenizer.json"
-    runs.call("data", "prepare", "--tokenizer", tokenizer, "--output", "tokens", "--val", "0", "text.txt")
+    # The model learns to end a text after each line, also where the harness asks for one token more.
+    prepare = ("data", "prepare", "--tokenizer", tokenizer, "--documents", "\n", "--output", "tokens", "--val", "0")
+    runs.call(*prepare, "text.txt")
     config = f'[checkpoint]\ninit = "{folder}/base"\n[data]\ntrain = ["{folder}/tokens"]\n'
     _, out = runs.train_and_export("run", config + train(150, "lr = 3e-3\n"))
     write_tasks(folder, text, out)

@@ -26,7 +26,7 @@ pub enum Output {
     NotFinite,
 }
 
-/// A generated token.
+/// A generated token; with scores, also the one that ended the text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Token {
     pub id: u32,
@@ -99,6 +99,11 @@ impl Sequence {
             return Some(FinishReason::Length);
         }
         if ends.contains(&id) {
+            // The end has no text and is not counted, but clients that sum scores expect one for each step.
+            if scored.is_some() {
+                let (start, text) = (self.characters, String::new());
+                sink(self.number, Output::Token(Token { id, start, text, scored }));
+            }
             return Some(FinishReason::EndOfText);
         }
         self.tokens += 1;

@@ -75,6 +75,27 @@ fn end_of_text_ends_each_sequence_of_a_batch_at_its_position() {
     }
 }
 
+#[test]
+fn token_that_ends_a_text_is_scored_without_being_part_of_it() {
+    let settings = settings(Tokenizer::gpt2());
+    let model = model(&settings.tokenizer);
+    let scores = Some(Scores { top: 1, prompt: true });
+    let request =
+        Request { tokens: vec![1, 2, 3].into(), sample: 0, options: Arc::new(options(0.0, scores)) };
+    let mut submit = |batch: &mut Batch<'_>, step: usize| {
+        if step == 0 {
+            batch.submit(7, request.clone());
+        }
+    };
+    let Reported { scores, text, reason } = run(&model, &settings, &mut submit).remove(&7).unwrap();
+    assert_eq!((text.as_str(), reason), ("aaa", Some(FinishReason::EndOfText)));
+    let (prompt, generated) = scores.split_at(2);
+    assert_eq!(prompt.iter().map(|it| it.token).collect::<Vec<_>>(), [2, 3]);
+    let a = settings.tokenizer.encode("a").unwrap()[0];
+    assert_eq!(generated.iter().map(|it| it.token).collect::<Vec<_>>(), [a, a, a, 50_256]);
+    assert!(generated.iter().all(|it| it.top == [(it.token, it.logprob)]), "{generated:?}");
+}
+
 /// A model of random weights, whose tokens depend on all earlier ones.
 fn random_model() -> Model {
     let section = ModelSection {
