@@ -27,13 +27,15 @@ impl Parameters {
     pub(super) fn new(body: &[u8]) -> Result<Self> {
         let failed = |reason: String| ApiError::parameter("body", format!("the body is not valid: {reason}"));
         match serde_json::from_slice(body) {
-            Ok(Value::Object(mut map)) => {
-                map.retain(|_, value| !value.is_null());
-                Ok(Self(map))
-            }
+            Ok(Value::Object(map)) => Ok(Self::of(map)),
             Ok(_) => Err(failed("expected a JSON object".into())),
             Err(error) => Err(failed(error.to_string())),
         }
+    }
+
+    pub(super) fn of(mut map: Map<String, Value>) -> Self {
+        map.retain(|_, value| !value.is_null());
+        Self(map)
     }
 
     pub(super) fn take(&mut self, name: &str) -> Option<Value> {

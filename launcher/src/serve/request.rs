@@ -174,12 +174,13 @@ fn chat_logprobs(parameters: &mut Parameters) -> Result<Option<usize>> {
 fn include_usage(parameters: &mut Parameters) -> Result<bool> {
     match parameters.take("stream_options") {
         None => Ok(false),
-        Some(options) => {
-            let mut options = Parameters::new(options.to_string().as_bytes())?;
+        Some(Value::Object(options)) => {
+            let mut options = Parameters::of(options);
             let include_usage = options.flag("include_usage")?;
             options.finish(1)?;
             Ok(include_usage)
         }
+        Some(_) => Err(ApiError::parameter("stream_options", "`stream_options` is not an object")),
     }
 }
 
@@ -230,6 +231,8 @@ mod tests {
         assert_eq!(request.sampling.temperature, Some(0.0));
         let unknown = completion(&json!({"prompt": "a", "stream_options": {"x": 1}})).unwrap_err();
         assert_eq!(unknown.param.as_deref(), Some("x"));
+        let wrong = completion(&json!({"prompt": "a", "stream_options": true})).unwrap_err();
+        assert_eq!(wrong.param.as_deref(), Some("stream_options"));
     }
 
     #[test]
