@@ -124,6 +124,12 @@ fn access(options: &Serve) -> Result<Access, Refusal> {
         Some(path) => Some(Token::read(path).map_err(refused)?),
         None => Token::from_variable(env::SERVE_TOKEN).map_err(refused)?,
     };
+    // HTTP clients cannot send any other token, such as one that ends with a carriage return.
+    if token.as_ref().is_some_and(|token| !token.expose().iter().all(u8::is_ascii_graphic)) {
+        let message = "the token has spaces, line ends or other characters that clients cannot send as an API key; \
+                       make one with `openssl rand -hex 32`";
+        return Err(Refusal::new(ExitCode::Usage, message));
+    }
     let is_loopback = options.listen.ip().is_loopback();
     if token.is_none() && !is_loopback {
         let message = format!(

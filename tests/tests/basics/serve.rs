@@ -252,10 +252,15 @@ fn clients_need_the_token_and_a_loopback_host() {
         assert!(output.stderr.contains(part), "{part}: {}", output.stderr);
     };
     refused(&["--listen", "0.0.0.0:0"], "clients need a token");
-    job.write("short", "123");
-    std::fs::set_permissions(job.path().join("short"), std::os::unix::fs::PermissionsExt::from_mode(0o600))
-        .unwrap();
-    refused(&["--listen", "0.0.0.0:0", "--token-file", "short"], "has 3 bytes, expected at least 16");
+    for (name, token, part) in [
+        ("short", "123", "has 3 bytes, expected at least 16"),
+        ("windows", "0123456789abcdef\r\n", "characters that clients cannot send"),
+    ] {
+        job.write(name, token);
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        std::fs::set_permissions(job.path().join(name), mode).unwrap();
+        refused(&["--listen", "0.0.0.0:0", "--token-file", name], part);
+    }
     refused(&["--listen", "localhost"], "--listen");
 
     let open = serve(&job);
