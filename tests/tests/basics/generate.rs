@@ -13,6 +13,7 @@ xlaunch_harness::tests! {
     damaged_checkpoint_is_refused,
     weights_that_are_not_finite_are_refused,
     interrupt_ends_generation,
+    interrupt_loses_no_complete_text,
     eval_gives_the_validation_loss_of_training,
     hellaswag_prefers_the_completion_that_was_learned;
 }
@@ -178,6 +179,26 @@ fn interrupt_ends_generation() {
     }
     process.signal(Signal::INT);
     assert_eq!(process.wait().code, 130);
+}
+
+/// The last prompt fills the context but for one token. The texts before it would take longer than the test may.
+fn interrupt_loses_no_complete_text() {
+    let job = Job::new();
+    job.run_ok(&["--set", "train.steps=1", "--set", "train.batch=1", "--set", "model.seq=4096"]);
+    let mut prompts = "{\"prompt\": \"a\"}\n".repeat(31);
+    prompts += &serde_json::json!({"prompt": "b".repeat(4095), "id": "last"}).to_string();
+    job.write("prompts.jsonl", prompts);
+    let args = ["generate", "runs/train/latest", "--device", "cpu", "--prompts", "prompts.jsonl"];
+    let args = [&args[..], &["--max-tokens", "4000", "--json"]].concat();
+    let last = [1, 2, 4, 8].into_iter().find_map(|seconds| {
+        let process = Process::spawn(&mut job.command(&args));
+        std::thread::sleep(Duration::from_secs(seconds));
+        process.signal(Signal::INT);
+        let output = process.wait();
+        assert_eq!(output.code, 130, "{output:?}");
+        output.stdout.lines().next().map(|line| serde_json::from_str::<Value>(line).unwrap())
+    });
+    assert_eq!(last.unwrap()["id"], "last");
 }
 
 fn eval_gives_the_validation_loss_of_training() {

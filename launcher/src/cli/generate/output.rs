@@ -101,9 +101,13 @@ impl Output {
         }
     }
 
-    /// Ends the last line on a terminal.
+    /// Prints complete texts that wait for others, which may have been interrupted. Ends the last line on a terminal.
     pub(super) fn end(self) -> Result<(), QueryError> {
-        if self.line_open { print(b"\n") } else { Ok(()) }
+        let mut rest: String = self.ready.into_values().collect();
+        if self.line_open {
+            rest.push('\n');
+        }
+        print(rest.as_bytes())
     }
 
     fn print_ready(&mut self) -> Result<(), QueryError> {
