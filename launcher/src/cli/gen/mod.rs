@@ -103,6 +103,7 @@ mod tests {
             assert!(main.contains(&format!("fB{}fR\n{meaning}", exit.code())), "{exit:?} is not in {main}");
         }
         assert!(page("xlaunch-bench-train.1").contains("--warmup"));
+        assert!(!pages.join("xlaunch-agent.1").exists(), "only xlaunch itself runs this subcommand");
     }
 
     #[test]
