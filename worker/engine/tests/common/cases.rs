@@ -178,7 +178,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         (2, 128, 4, 1, 128),
         (1, 256, 2, 1, 128),
         (1, 256, 2, 2, 96),
-        (2, 130, 4, 2, 192),
+        (2, 130, 2, 1, 192),
     ] {
         let options = AttentionOptions::new(width);
         let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
