@@ -11,7 +11,7 @@ use super::row::{ASSISTANT, Chat, Row, has_role, is_counted, parse};
 use super::spans::{self, Endings};
 use super::template::{Marked, Template};
 use super::templates::Templates;
-use crate::Tokenizer;
+use crate::{TOKENIZER_FILE, Tokenizer};
 
 /// Maximum length of a rendered chat, which is encoded at once.
 const MAX_CHAT_BYTES: usize = 16 << 20;
@@ -33,6 +33,8 @@ pub(crate) struct ChatEncoder {
     endings: Vec<String>,
     /// Their ids.
     special: HashSet<u32>,
+    /// Tokens that the files next to the tokenizer declare, but that have no id.
+    without_id: Vec<String>,
 }
 
 /// A template, and what was found out about it.
@@ -78,7 +80,9 @@ impl ChatEncoder {
         let format = |template| Format::of(template, &endings);
         let (default, with_tools) = (format(default), with_tools.map(format));
         let special = endings.iter().filter_map(|token| tokenizer.added_id(token)).collect();
-        Self { tokenizer, default, with_tools, max_tokens, endings, special }
+        let mut without_id = templates.tokens.clone();
+        without_id.retain(|token| tokenizer.added_id(token).is_none());
+        Self { tokenizer, default, with_tools, max_tokens, endings, special, without_id }
     }
 
     /// Encodes a row of JSON.
@@ -253,6 +257,12 @@ impl ChatEncoder {
     fn pieces(&self, text: &str, trimmed: bool) -> Result<Vec<(u32, usize, usize)>, String> {
         if text.len() > MAX_CHAT_BYTES {
             return Err(format!("a chat of more than {} MiB", MAX_CHAT_BYTES >> 20));
+        }
+        if let Some(token) = self.without_id.iter().find(|token| text.contains(token.as_str())) {
+            return Err(format!(
+                "the tokenizer's configuration names a token `{token}`, which has no id in its {TOKENIZER_FILE}\nhelp: \
+                 add it in Python with `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`"
+            ));
         }
         self.tokenizer.encode_with_offsets(text, trimmed).map_err(|error| error.to_string())
     }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value as Json, json};
 
 use super::template::Template;
-use crate::tokenizer::special_token;
+use crate::tokenizer::{Files, named_tokens};
 use crate::{hash, token_text};
 
 /// Name of the file with a chat template.
@@ -16,11 +16,6 @@ const TOOL_TEMPLATE_FILE: &str = "additional_chat_templates/tool_use.jinja";
 /// Name of the file with the settings of a tokenizer.
 pub(crate) const CONFIG_FILE: &str = "tokenizer_config.json";
 const TOKENS_FILE: &str = "special_tokens_map.json";
-/// Names of special tokens.
-const TOKENS: [&str; 7] =
-    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-/// Keys of `tokenizer_config.json` with further tokens by name: in files of `transformers` 4, and of 5.
-const ADDED_TOKENS: [&str; 2] = ["extra_special_tokens", "model_specific_special_tokens"];
 /// Size limit of each of these files.
 const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 
@@ -30,6 +25,8 @@ pub struct Templates {
     default: Template,
     /// Template of chats with tools, if they have another one.
     with_tools: Option<Template>,
+    /// Tokens that the files of the tokenizer declare.
+    pub(super) tokens: Vec<String>,
     /// Hash of the templates in hexadecimal.
     pub(crate) hash: String,
     /// Names and contents of the files that describe them.
@@ -88,7 +85,9 @@ impl Templates {
         }
         let with_tools = sources.with_tools.map(|source| Template::new(&source, tokens())).transpose()?;
         let default = Template::new(&default, tokens())?;
-        Ok(Self { default, with_tools, hash: hash(hashed.as_bytes()), copies })
+        let files = dir.as_deref().map(Files::read);
+        let declared = files.iter().flat_map(Files::added_tokens).map(|token| token.content).collect();
+        Ok(Self { default, with_tools, tokens: declared, hash: hash(hashed.as_bytes()), copies })
     }
 
     /// Returns the template of chats without tools, and of those with them.
@@ -109,14 +108,8 @@ impl Sources {
 /// such as `bos_token`, and those that a model adds. `config` is `tokenizer_config.json`, `map` is
 /// `special_tokens_map.json`.
 pub fn template_tokens(config: &Map<String, Json>, map: &Map<String, Json>) -> Vec<(String, String)> {
-    let objects = ADDED_TOKENS.iter().filter_map(|key| config.get(*key)?.as_object());
-    let added = objects.flatten().filter_map(|(name, token)| Some((name.as_str(), token_text(token)?)));
-    let names = config.keys().chain(map.keys()).map(String::as_str).filter(|name| name.ends_with("_token"));
-    let named = names.filter_map(|name| Some((name, special_token(config, map, name)?)));
-    // Of equal names, the last one counts.
-    let (own, other): (Vec<_>, Vec<_>) = named.partition(|(name, _)| TOKENS.contains(name));
-    let all = other.into_iter().chain(added).chain(own);
-    all.map(|(name, token)| (name.to_owned(), token.to_owned())).collect()
+    let named = named_tokens(config, map).into_iter();
+    named.filter_map(|(name, token)| Some((name.to_owned(), token_text(token)?.to_owned()))).collect()
 }
 
 /// Returns a chat template in `tokenizer_config.json`, which has one, or a list of named ones. The only one is the

@@ -341,6 +341,21 @@ fn numbers_of_any_length_are_written_as_they_are() {
 }
 
 #[test]
+fn chats_with_tokens_that_have_no_id_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let config =
+        serde_json::json!({"added_tokens_decoder": {"9": {"content": "<new>"}}, "eos_token": "</s>"});
+    fs_err::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    fs_err::write(dir.path().join("t.jinja"), CHATML).unwrap();
+    let path = dir.path().display().to_string();
+    let templates = Templates::find(&path, Some(&dir.path().join("t.jinja"))).unwrap();
+    let encoder = ChatEncoder::new(tokenizer(), &templates, None);
+    encode(&encoder, PLAIN).unwrap();
+    let error = encode(&encoder, &PLAIN.replace("Hello.", "a<new>")).unwrap_err();
+    assert!(error.contains("names a token `<new>`, which has no id"), "{error}");
+}
+
+#[test]
 fn rows_that_are_no_chats_are_refused() {
     let message = |role: &str| format!(r#"{{"role": "{role}", "content": "a"}}"#);
     let chat = |messages: &str| format!(r#"{{"messages": [{messages}]}}"#);

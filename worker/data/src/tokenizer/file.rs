@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use serde_json::{Map, Value};
 
 use super::METASPACE;
+use super::config::{self, AddedToken};
 use super::cuts::Cuts;
 use super::exact::Exact;
 use super::fast::Fast;
@@ -34,6 +35,8 @@ const END_OF_TEXT: [&str; 8] = [
 
 /// A usable file.
 pub(super) struct Opened {
+    /// Its text, with the tokens that were added to it.
+    pub(super) json: String,
     pub(super) end_of_text: Option<u32>,
     /// The ids that the file's template puts before a text.
     pub(super) prefix: Vec<u32>,
@@ -46,21 +49,24 @@ pub(super) struct Opened {
     pub(super) cuts: Cuts,
 }
 
-/// Opens a file with this text. The error is the reason.
-pub(super) fn open(json: &str) -> Result<Opened, String> {
-    let file = parse(json)?;
+/// Opens a file with this text, and adds tokens of its vocabulary. The error is the reason.
+pub(super) fn open(mut json: String, declared: &[AddedToken]) -> Result<Opened, String> {
+    let mut file = parse(&json)?;
     let vocab = check_model(&file)?;
+    if config::add_tokens(&mut file, declared) {
+        json = serde_json::to_string(&file).map_err(|error| error.to_string())?;
+    }
     let added = added_tokens(&file, &vocab)?;
     let (fast, exact) = (Fast::open(&file), Exact::default());
     if fast.is_none() {
-        exact.check(json)?;
+        exact.check(&json)?;
     }
     let tokens = tokens(&file, &vocab, &added);
     let cuts = Cuts::of(&file, vocab.keys().filter_map(|id| tokens.get(*id)));
     let ids: HashMap<String, u32> = added.into_iter().map(|(id, token)| (token.content, id)).collect();
     let end_of_text = END_OF_TEXT.iter().find_map(|name| ids.get(*name).copied());
     let prefix = template::prefix(&file);
-    Ok(Opened { end_of_text, prefix, tokens, added: ids, fast, exact, cuts })
+    Ok(Opened { json, end_of_text, prefix, tokens, added: ids, fast, exact, cuts })
 }
 
 /// Opens another fast encoder for a file of a common kind.

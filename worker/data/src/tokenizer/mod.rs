@@ -25,7 +25,8 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
-use config::Declared;
+use config::{AddedToken, Declared};
+pub(crate) use config::{Files, named_tokens};
 pub use config::{special_token, token_text};
 use cuts::{Cuts, LONGEST_PIECE, PIECE};
 pub use decoder::Decoder;
@@ -155,7 +156,8 @@ impl Tokenizer {
         if json.starts_with(crate::LFS_POINTER) {
             return Err(TokenizerError::Read { path: path.into(), reason: crate::LFS_REASON.into() });
         }
-        Self::named(&name, &json, &|added| config::read(dir, added))
+        let files = Files::read(dir);
+        Self::named(&name, &json, &files.added_tokens(), &|added| files.ids(added))
             .map_err(|reason| TokenizerError::Format { name: path.display().to_string(), reason })
     }
 
@@ -163,7 +165,7 @@ impl Tokenizer {
     pub fn from_json(json: &[u8]) -> Result<Self, TokenizerError> {
         let name = crate::TOKENIZER_FILE;
         let nothing = |_: &HashMap<String, u32>| Declared::default();
-        Self::named(name, json, &nothing)
+        Self::named(name, json, &[], &nothing)
             .map_err(|reason| TokenizerError::Format { name: name.into(), reason })
     }
 
@@ -225,7 +227,7 @@ impl Tokenizer {
         template::set_first(&mut file, token);
         let json = serde_json::to_string(&file).map_err(|error| failed(error.to_string()))?;
         let declared = Declared { eos: self.end_of_text, bos: self.known_bos() };
-        let opened = Self::named(name, json.as_bytes(), &|_| declared).map_err(failed)?;
+        let opened = Self::named(name, json.as_bytes(), &[], &|_| declared).map_err(failed)?;
         Ok(opened.with_end_of_text(self.end_of_text))
     }
 
@@ -365,6 +367,7 @@ impl Tokenizer {
     fn named(
         name: &str,
         json: &[u8],
+        added: &[AddedToken],
         declared: &dyn Fn(&HashMap<String, u32>) -> Declared,
     ) -> Result<Self, String> {
         if json.len() as u64 > MAX_FILE_BYTES {
@@ -375,15 +378,17 @@ impl Tokenizer {
             return Ok((*known).clone());
         }
         let json = std::str::from_utf8(json).map_err(|error| error.to_string())?;
-        Self::opened(name, json.into(), declared)
+        Self::opened(name, json.into(), added, declared)
     }
 
     fn opened(
         name: &str,
         json: String,
+        added: &[AddedToken],
         declared: &dyn Fn(&HashMap<String, u32>) -> Declared,
     ) -> Result<Self, String> {
-        let file::Opened { end_of_text, prefix, tokens, added, fast, exact, cuts } = file::open(&json)?;
+        let file::Opened { json, end_of_text, prefix, tokens, added, fast, exact, cuts } =
+            file::open(json, added)?;
         let Declared { eos, bos } = declared(&added);
         let encoder = Some(Encoder { fast, exact, cuts, long: OnceLock::new() });
         let inner = Inner { name: name.into(), tokens, added, prefix, declared_bos: bos, json, encoder };
@@ -408,7 +413,7 @@ impl Tokenizer {
 
     #[expect(clippy::panic, reason = "the ranks are part of the program, and a test reads them")]
     fn open_gpt2() -> Self {
-        match Self::opened("gpt2", gpt2::json(), &|_| Declared::default()) {
+        match Self::opened("gpt2", gpt2::json(), &[], &|_| Declared::default()) {
             Ok(gpt2) => gpt2,
             Err(reason) => panic!("GPT-2's tokenizer: {reason}"),
         }

@@ -136,6 +136,46 @@ fn files_that_are_not_there_are_named_with_what_to_do() {
     assert!(open().contains("Git LFS pointer") && open().contains("`git lfs pull`"), "{}", open());
 }
 
+/// The ids are those of `AutoTokenizer` in `transformers` 5.
+#[test]
+fn tokens_of_the_vocabulary_that_other_files_declare_are_added() {
+    let ids = |config: Value, map: Value, added: Value, text: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let token = json!({"id": 5, "content": "<x>", "special": false, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false});
+        let vocab = json!({"a": 0, "b": 1, " ": 2, "<e>": 3, "<t>": 4, "<x>": 5});
+        let file = json!({"version": "1.0", "added_tokens": [token],
+            "model": {"type": "BPE", "vocab": vocab, "merges": []}});
+        for (name, content) in [
+            (crate::TOKENIZER_FILE, file),
+            ("tokenizer_config.json", config),
+            ("special_tokens_map.json", map),
+            ("added_tokens.json", added),
+        ] {
+            fs_err::write(dir.path().join(name), content.to_string()).unwrap();
+        }
+        let tokenizer = Tokenizer::from_file(&dir.path().join(crate::TOKENIZER_FILE)).unwrap();
+        // Prepared data and checkpoints have only this file.
+        let copy = Tokenizer::from_json(tokenizer.to_json().as_bytes()).unwrap();
+        let ids = tokenizer.encode_prompt(text, false).unwrap();
+        assert_eq!((copy.encode_prompt(text, false).unwrap(), copy.vocab()), (ids.clone(), 6), "{text}");
+        (ids, tokenizer.end_of_text())
+    };
+    let none = || json!({});
+    let text = "a<x> b<e><t>";
+    assert_eq!(ids(none(), none(), none(), text), (vec![0, 5, 2, 1], None));
+    assert_eq!(ids(json!({"eos_token": "<e>"}), none(), none(), text), (vec![0, 5, 2, 1, 3], Some(3)));
+    let map = || json!({"eos_token": {"content": "<e>"}, "additional_special_tokens": ["<t>", "<n>"]});
+    assert_eq!(ids(none(), map(), none(), text), (vec![0, 5, 2, 1, 3, 4], Some(3)));
+    assert_eq!(ids(json!({"turn_token": "<t>"}), none(), none(), text), (vec![0, 5, 2, 1, 4], None));
+    assert_eq!(ids(none(), none(), json!({"<t>": 4, "<n>": 6}), text), (vec![0, 5, 2, 1, 4], None));
+    // One that lists all added tokens, whose ids do not matter.
+    let all =
+        || json!({"9": {"content": "<t>"}, "5": {"content": "<x>", "rstrip": true, "normalized": false}});
+    let config = json!({"added_tokens_decoder": all()});
+    assert_eq!(ids(config, map(), json!({"<e>": 3}), text), (vec![0, 5, 1, 4], None));
+}
+
 #[test]
 fn hostile_files_are_refused() {
     let refusal = |json: &str| Tokenizer::from_json(json.as_bytes()).unwrap_err().to_string();
@@ -222,7 +262,7 @@ fn ids_of_the_fast_encoder_are_those_of_the_exact_one() {
     let samples: Vec<char> = samples.filter(|character| !fast::is_disputed(*character)).collect();
     for (name, pre_tokenizer, normalizer) in kinds {
         let json = pairs(&pre_tokenizer, &normalizer);
-        let opened = file::open(&json).unwrap();
+        let opened = file::open(json.clone(), &[]).unwrap();
         let fast = opened.fast.unwrap_or_else(|| panic!("{name} has a fast encoder"));
         for characters in samples.chunks(16) {
             let words = characters.iter().map(|c| format!("a{c}b {c}{c} 1{c}2!{c}\n{c}A{c}a '{c}s\n"));
@@ -240,10 +280,10 @@ fn ids_of_the_fast_encoder_are_those_of_the_exact_one() {
 fn texts_that_libraries_take_differently_are_left_to_the_exact_encoder() {
     let nfc = pairs(&split(&[r"\p{N}{1,3}", "\u{4e00}"]), &json!({"type": "NFC"}));
     // This expression is not implemented in code.
-    assert!(file::open(&nfc).unwrap().fast.is_none());
+    assert!(file::open(nfc, &[]).unwrap().fast.is_none());
     let byte_level =
         json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
-    let opened = file::open(&pairs(&byte_level, &json!({"type": "NFC"}))).unwrap();
+    let opened = file::open(pairs(&byte_level, &json!({"type": "NFC"})), &[]).unwrap();
     let fast = opened.fast.unwrap();
     assert!(fast.takes("plain \u{e9} \u{4e16}"));
     // The first text would be composed by the normalizer; the second is a letter since Unicode 17.
