@@ -214,12 +214,15 @@ fn message(message: &Value, at: &str) -> Result<Value, String> {
     }
     let reasoning = REASONING.iter().find_map(|name| has(name)).cloned();
     if let Some(reasoning) = reasoning {
-        for name in ["reasoning_content", "thinking"] {
-            match pairs.iter_mut().find(|(key, _)| key.as_str() == Some(name)) {
-                Some((_, value)) if name == "reasoning_content" => *value = reasoning.clone(),
-                Some(_) => {}
-                None => pairs.push((Value::from(name), reasoning.clone())),
-            }
+        let place = |pairs: &[(Value, Value)], name: &str| {
+            pairs.iter().position(|(key, _)| key.as_str() == Some(name))
+        };
+        // Some templates print whole messages: the order is that of `transformers`.
+        let thinking = place(&pairs, "thinking").map(|place| pairs.remove(place).1);
+        pairs.insert(0, (Value::from("thinking"), thinking.unwrap_or_else(|| reasoning.clone())));
+        match place(&pairs, "reasoning_content") {
+            Some(place) => pairs[place].1 = reasoning,
+            None => pairs.push((Value::from("reasoning_content"), reasoning)),
         }
     }
     Ok(Value::from_pairs(pairs))

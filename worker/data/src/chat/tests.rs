@@ -341,6 +341,22 @@ fn numbers_of_any_length_are_written_as_they_are() {
 }
 
 #[test]
+fn thoughts_have_the_names_and_the_order_of_transformers() {
+    let template = "{{ messages[0].content }}{% generation %}{{ messages[1] | list | join(' ') }}\
+                    {{ messages[1].thinking }}{{ messages[1].reasoning_content }}{% endgeneration %}";
+    for (thoughts, expected) in [
+        (r#""reasoning": "r""#, "thinking role reasoning content reasoning_contentrr"),
+        (r#""thinking": "r""#, "thinking role content reasoning_contentrr"),
+        (r#""reasoning_content": "r""#, "thinking role reasoning_content contentrr"),
+        (r#""thinking": "t", "reasoning_content": "r""#, "thinking role reasoning_content contenttr"),
+    ] {
+        let answer = format!(r#"{{"role": "assistant", {thoughts}, "content": "A"}}"#);
+        let row = format!(r#"{{"messages": [{{"role": "user", "content": "Q"}}, {answer}]}}"#);
+        assert_eq!(trained_on(template, &row).unwrap(), [expected]);
+    }
+}
+
+#[test]
 fn chats_with_tokens_that_have_no_id_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let config =
