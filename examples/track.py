@@ -9,7 +9,8 @@ RUN is a run's directory, or the directory of a job's runs, whose latest one is 
 configuration, and the lines of metrics.jsonl the history. Where the service is, and with which key, is the library's
 business: WANDB_MODE=offline (later `wandb sync`), WANDB_API_KEY, MLFLOW_TRACKING_URI.
 
-A step is sent once, also if a failure repeats it. With --follow, the end of the run ends this program.
+A step is sent once, also if a failure repeats it. With --follow, the end of the run ends this program. A run that has
+failed or was stopped is marked as such.
 """
 
 import argparse
@@ -46,31 +47,39 @@ def lines(run, follow):
         time.sleep(2)
 
 
-def to_wandb(name, project, config, history):
+def exit_code(run):
+    """Returns the exit code of a run, or None before its end."""
+    summary = run / "summary.json"
+    return json.loads(summary.read_text())["exit_code"] if summary.exists() else None
+
+
+def to_wandb(path, project, config, history):
     import wandb
 
-    run = wandb.init(project=project, name=name, id=name, resume="allow", config=config)
+    run = wandb.init(project=project, name=path.name, id=path.name, resume="allow", config=config)
     # Steps of the trainer, instead of a count of calls.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     for step, seconds, metrics in history:
         run.log({**metrics, "step": step, "timestamp": seconds})
-    run.finish()
+    run.finish(exit_code(path))
 
 
-def to_mlflow(name, project, config, history):
+def to_mlflow(path, project, config, history):
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 
     client = MlflowClient()
     experiment = client.get_experiment_by_name(project)
     experiment = experiment.experiment_id if experiment else client.create_experiment(project)
-    run = client.create_run(experiment, run_name=name).info.run_id
+    run = client.create_run(experiment, run_name=path.name).info.run_id
     # MLflow refuses longer values.
     client.log_batch(run, params=[Param(key, str(value)[:500]) for key, value in config.items()])
     for step, seconds, metrics in history:
         client.log_batch(run, [Metric(key, value, round(1000 * seconds), step) for key, value in metrics.items()])
-    client.set_terminated(run)
+    code = exit_code(path)
+    if code is not None:
+        client.set_terminated(run, {0: "FINISHED", 130: "KILLED", 143: "KILLED"}.get(code, "FAILED"))
 
 
 def main():
@@ -87,7 +96,7 @@ def main():
     config = flat(json.loads((run / "job.json").read_text()))
     config = {key: value for key, value in config.items() if value is not None}
     send = {"wandb": to_wandb, "mlflow": to_mlflow}[options.service]
-    send(run.name, options.project, config, lines(run, options.follow))
+    send(run, options.project, config, lines(run, options.follow))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
     python3 tests/peers/trackers.py RUN     # needs wandb, mlflow
 
-Prints a line for each service; exit code 1 if one differs.
+Also sends a copy of the run that has failed. Prints a line for each service; exit code 1 if one differs.
 """
 
 import collections
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,23 +41,26 @@ def records(path):
             record = b""
 
 
-def of_wandb(run, folder):
+def of_wandb(run, folder, code):
     from wandb.proto import wandb_internal_pb2
 
     track("wandb", run, folder, WANDB_MODE="offline", WANDB_SILENT="true")
     [path] = folder.glob("wandb/offline-run-*/run-*.wandb")
-    found = collections.defaultdict(dict)
+    found, ends = collections.defaultdict(dict), []
     for record in records(path):
         message = wandb_internal_pb2.Record.FromString(record)
+        if message.HasField("exit"):
+            ends.append(message.exit.exit_code)
         if message.HasField("history"):
             line = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in message.history.item}
             for key, value in line.items():
                 if "/" in key:
                     found[key][line["step"]] = value
+    assert ends == [code], ends
     return found
 
 
-def of_mlflow(run, folder):
+def of_mlflow(run, folder, code):
     uri = f"file://{folder}/mlruns"
     track("mlflow", run, folder, MLFLOW_TRACKING_URI=uri, MLFLOW_ALLOW_FILE_STORE="true")
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
@@ -64,7 +68,7 @@ def of_mlflow(run, folder):
 
     client = MlflowClient(uri)
     [stored] = client.search_runs([client.get_experiment_by_name("test").experiment_id])
-    assert stored.info.status == "FINISHED" and stored.data.params["train.batch"], stored
+    assert stored.info.status == ("FAILED" if code else "FINISHED") and stored.data.params["train.batch"], stored
     history = {key: client.get_metric_history(stored.info.run_id, key) for key in stored.data.metrics}
     return {key: {metric.step: metric.value for metric in metrics} for key, metrics in history.items()}
 
@@ -79,9 +83,15 @@ def main():
     assert "train/loss" in expected and "val/loss" in expected, expected.keys()
     same = True
     for name, read in [("wandb", of_wandb), ("mlflow", of_mlflow)]:
-        with tempfile.TemporaryDirectory() as folder:
-            found = read(run, pathlib.Path(folder))
-        equal = {key: dict(values) for key, values in found.items()} == expected
+        equal = True
+        for code in (0, 1):
+            with tempfile.TemporaryDirectory() as folder:
+                copy = pathlib.Path(folder) / "run"
+                shutil.copytree(run, copy, symlinks=True)
+                summary = json.loads((copy / "summary.json").read_text())
+                (copy / "summary.json").write_text(json.dumps({**summary, "exit_code": code}))
+                found = read(copy, pathlib.Path(folder), code)
+            equal &= {key: dict(values) for key, values in found.items()} == expected
         print(f"{name}: {'equal' if equal else f'DIFFERENT: {found}, {expected}'}", flush=True)
         same &= equal
     sys.exit(not same)
