@@ -64,9 +64,17 @@ fn check_config(file: Option<&Path>) -> ExitCode {
     if !errors.is_empty() {
         return ExitCode::Usage;
     }
-    let name = file.map(Path::to_path_buf).or_else(run::default_config_file);
-    let name = name.map_or_else(|| "the default configuration".into(), |name| name.display().to_string());
-    answer(&format!("{}: valid\n", escape(&name)), ExitCode::Done)
+    let file = file.map(Path::to_path_buf).or_else(run::default_config_file);
+    answer(&format!("{}\n", escape(&verdict(file.as_deref()))), ExitCode::Done)
+}
+
+/// Describes a configuration without errors. Only the default file may be missing.
+fn verdict(file: Option<&Path>) -> String {
+    match file {
+        Some(file) if file.exists() => format!("{}: valid", file.display()),
+        Some(file) => format!("{} does not exist; the defaults apply", file.display()),
+        None => "the default configuration: valid".into(),
+    }
 }
 
 /// Sets up logging. Under systemd, events go to the journal with their fields, otherwise to stderr as lines of text.
@@ -86,4 +94,18 @@ fn log(foreground: bool) {
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false);
     tracing_subscriber::registry().with(filter()).with(lines).init();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_default_file_is_not_called_valid() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("daemon.toml");
+        assert_eq!(verdict(Some(&file)), format!("{} does not exist; the defaults apply", file.display()));
+        fs_err::write(&file, "").unwrap();
+        assert_eq!(verdict(Some(&file)), format!("{}: valid", file.display()));
+    }
 }
