@@ -61,7 +61,8 @@ pub(super) async fn run(options: Serve) -> Result<ExitCode, QueryError> {
     let mut terminated = signal(SignalKind::terminate()).map_err(internal)?;
     let mut interrupted = signal(SignalKind::interrupt()).map_err(internal)?;
     let access = access(&options)?;
-    let name = options.model.display().to_string();
+    // Completion in a shell adds a slash to the name of a directory.
+    let name = options.model.components().as_path().display().to_string();
     let command = Command {
         model: options.model,
         adapter: options.adapter,

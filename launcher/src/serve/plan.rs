@@ -138,10 +138,10 @@ fn echo(input: &Input, tokens: &[u32], service: &Service) -> Echo {
     }
 }
 
-/// The error of a request for another model.
+/// The error of a request for another model. A slash at the end of the name makes no difference.
 pub(super) fn check_model(model: Option<&str>, served: &str) -> Result<(), ApiError> {
     match model {
-        Some(model) if model != served => Err(ApiError {
+        Some(model) if model.trim_end_matches('/') != served => Err(ApiError {
             param: Some("model".into()),
             code: Some("model_not_found"),
             ..ApiError::new(
@@ -185,6 +185,7 @@ mod tests {
         let served = |body: &str| check_model(request(body).model.as_deref(), "runs/a");
         assert_eq!(served(r#"{"prompt": "a"}"#), Ok(()));
         assert_eq!(served(r#"{"prompt": "a", "model": "runs/a"}"#), Ok(()));
+        assert_eq!(served(r#"{"prompt": "a", "model": "runs/a/"}"#), Ok(()));
         let error = served(r#"{"prompt": "a", "model": "gpt-4"}"#).unwrap_err();
         assert_eq!((error.status.as_u16(), error.code), (404, Some("model_not_found")));
         assert!(error.message.contains("`gpt-4`") && error.message.contains("`runs/a`"));

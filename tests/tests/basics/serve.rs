@@ -24,7 +24,8 @@ xlaunch_harness::tests! {
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 const MODEL: &str = "runs/train/latest";
-const ARGS: [&str; 6] = ["serve", MODEL, "--device", "cpu", "--listen", "127.0.0.1:0"];
+/// The path ends with a slash, as a shell completes it; the name of the model does not.
+const ARGS: [&str; 6] = ["serve", "runs/train/latest/", "--device", "cpu", "--listen", "127.0.0.1:0"];
 
 fn trained(steps: &str) -> Job {
     let job = Job::new();
