@@ -20,14 +20,11 @@ use std::time::{Duration, Instant};
 use tokio::io::AsyncWriteExt;
 use tokio::net::unix::pipe;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{MissedTickBehavior, timeout};
-use tonic::Code;
-use tonic::transport::Channel;
+use tokio::time::MissedTickBehavior;
 use tracing::warn;
-use xlaunch_proto::v1::agent_client::AgentClient;
-use xlaunch_proto::v1::{SignalRequest, StatusReply, StatusRequest, StopRequest};
+use xlaunch_proto::v1::StatusReply;
 
-use super::connect::connect;
+use super::client::Client;
 use super::hooks::{Facts, Moment};
 use super::{Agent, AgentStart, AgentStarter};
 use crate::config::HooksSection;
@@ -47,7 +44,6 @@ const STATUS_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Number of status polls per reading of the usage. It is also read at the end.
 const POLLS_PER_USAGE: u32 = 10;
 const SIGNAL_RETRY_DELAY: Duration = Duration::from_millis(200);
-const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// One start of a job.
 #[derive(Clone, Debug)]
@@ -322,7 +318,7 @@ impl Follower {
         let mut poll = tokio::time::interval(STATUS_POLL_INTERVAL);
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let socket = self.dirs.agent(self.job_start.job).join(SOCKET);
-        let mut client = Client { job: self.job_start.job, socket, uid: self.job_start.uid, connected: None };
+        let mut client = Client::new(self.job_start.job, socket, self.job_start.uid);
         let mut exited = std::pin::pin!(agent.exited());
         // The time at which a stopped agent is killed; `None` until a stop is requested.
         let mut kill_at: Option<Instant> = None;
@@ -417,66 +413,6 @@ fn later(before: Option<Usage>, now: Option<Usage>) -> Option<Usage> {
     }
 }
 
-/// A client of the agent that connects on demand, and reconnects after an error.
-struct Client {
-    job: u64,
-    socket: PathBuf,
-    uid: u32,
-    connected: Option<AgentClient<Channel>>,
-}
-
-impl Client {
-    async fn connected(&mut self) -> Option<&mut AgentClient<Channel>> {
-        if self.connected.is_none() {
-            let connected = timeout(AGENT_CALL_TIMEOUT, connect(&self.socket, self.uid)).await;
-            self.connected = connected.ok()?.ok();
-        }
-        self.connected.as_mut()
-    }
-
-    async fn status(&mut self) -> Option<StatusReply> {
-        let call = self.connected().await?.status(StatusRequest { history: true, local: true });
-        let reply = timeout(AGENT_CALL_TIMEOUT, call).await.ok().and_then(Result::ok);
-        if reply.is_none() {
-            self.connected = None;
-        }
-        reply.map(tonic::Response::into_inner)
-    }
-
-    /// Returns whether the agent has answered. A refusal counts as an answer, and is not retried.
-    async fn signal(&mut self, signal: i32) -> bool {
-        let Some(client) = self.connected().await else { return false };
-        let sent = timeout(AGENT_CALL_TIMEOUT, client.signal(SignalRequest { signal })).await;
-        match sent {
-            Ok(Ok(_)) => true,
-            Ok(Err(status)) if matches!(status.code(), Code::Unimplemented | Code::InvalidArgument) => {
-                warn!(
-                    job = self.job,
-                    "failed to signal the workers of job {}: {}",
-                    self.job,
-                    status.message()
-                );
-                true
-            }
-            _ => {
-                self.connected = None;
-                false
-            }
-        }
-    }
-
-    /// Returns whether the agent has accepted the request.
-    async fn stop(&mut self) -> bool {
-        let Some(client) = self.connected().await else { return false };
-        let stopped =
-            timeout(AGENT_CALL_TIMEOUT, client.stop(StopRequest {})).await.is_ok_and(|it| it.is_ok());
-        if !stopped {
-            self.connected = None;
-        }
-        stopped
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -532,7 +468,7 @@ mod tests {
         };
         let mut child = tokio::process::Command::new("sleep").arg("1000").kill_on_drop(true).spawn().unwrap();
         let agent = Agent::Process(AgentProcess::of_child(child.id().unwrap()).unwrap());
-        let begun = timeout(BEGIN_TIMEOUT / 2, follower.begin(&agent, None)).await;
+        let begun = tokio::time::timeout(BEGIN_TIMEOUT / 2, follower.begin(&agent, None)).await;
         assert_eq!(begun, Ok(None), "it is not shown as starting, and not killed");
         let (last, ()) = tokio::join!(follower.watch(agent, None), async {
             assert_eq!(received.recv().await, Some((1, AgentEvent::Started)));

@@ -15,6 +15,7 @@
 //! - `process`, `unit`: an agent as a detached process, or as a systemd unit; [`task_cgroup`]: limits of the former;
 //! - [`start`]: processes of the daemon itself, which are [`hooks`] and [`examination`].
 
+mod client;
 pub(crate) mod connect;
 pub(crate) mod examination;
 pub(crate) mod follow;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use xlaunch_proto::v1::GpuState;
 
-use super::{Manager, is_root};
+use super::Manager;
 use crate::config::{MemoryLimit, check};
 use crate::gpus::GpuFacts;
 use crate::snapshot;
@@ -134,6 +134,11 @@ fn task_limit(texts: impl Iterator<Item = String>) -> u64 {
     // `max` in a cgroup means no limit.
     let node = texts.filter_map(|text| text.trim().parse::<u64>().ok()).min();
     node.map_or(u64::MAX, |node| node / JOBS_TO_EXHAUST_NODE)
+}
+
+/// Returns whether the daemon runs as root, so that it serves other users than its own.
+pub(super) fn is_root() -> bool {
+    rustix::process::getuid().is_root()
 }
 
 #[cfg(test)]
