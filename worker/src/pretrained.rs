@@ -136,7 +136,7 @@ impl Source {
                 return Err(Refusal { exit: ExitCode::Usage, message });
             }
         };
-        let (ids, vocab) = (tokenizer.vocab(), self.shape.vocab);
+        let (ids, vocab) = (tokenizer.required_vocab(), self.shape.vocab);
         if ids > vocab {
             let message = format!(
                 "tokenizer `{}` has {ids} ids, but the model's vocabulary has {vocab}: it was trained with another one",

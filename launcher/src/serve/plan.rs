@@ -51,8 +51,10 @@ impl Plan {
             let tokens = match input {
                 Input::Text(text) => service.text_prompt(text.clone()),
                 Input::Chat(messages) => service.chat_prompt(messages.clone()),
-                Input::Ids(ids) => known(ids, service.vocab).map(|()| ids.clone()),
+                Input::Ids(ids) => Ok(ids.clone()),
             };
+            // A tokenizer may have added tokens that its model does not know.
+            let tokens = tokens.and_then(|tokens| known(&tokens, service.vocab).map(|()| tokens));
             let tokens = tokens.map_err(|reason| failed(format!("cannot be used: {reason}")))?;
             let room = room(tokens.len(), request, service.context)
                 .map_err(|reason| ApiError { code: Some("context_length_exceeded"), ..failed(reason) })?;

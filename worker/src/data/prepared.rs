@@ -82,14 +82,16 @@ impl Prepared {
     /// If the model has fewer ids than the data.
     pub(crate) fn fill_in(&self, spec: &mut JobSpec) -> Result<(), Invalid> {
         let Manifest { vocab, tokenizer, .. } = &self.manifest;
-        if let Some(set) = spec.model.vocab.filter(|set| set < vocab) {
+        if let Some(set) = spec.model.vocab
+            && set < self.required_vocab(set)
+        {
             return Err(Invalid::new(
                 "model.vocab",
                 format!(
                     "{set} token ids, but {} was prepared with the tokenizer {tokenizer}",
                     self.dir.display()
                 ),
-                format!("at least {vocab}, or no model.vocab"),
+                format!("at least {}, or no model.vocab", self.required_vocab(set)),
             ));
         }
         spec.model.vocab.get_or_insert(*vocab);
@@ -118,9 +120,20 @@ impl Prepared {
         source::open_shards(&self.dir, &self.manifest, &self.manifest.val, vocab)
     }
 
+    /// Returns the number of ids that a model for this data has at least. `vocab` is that of the model at hand: if it
+    /// has all ids of the tokenizer, the tokenizer is not opened.
+    fn required_vocab(&self, vocab: usize) -> usize {
+        let all = self.manifest.vocab;
+        if all <= vocab {
+            return all;
+        }
+        // A tokenizer that cannot be opened is reported where its text is needed.
+        self.tokenizer().load().ok().flatten().map_or(all, |tokenizer| tokenizer.required_vocab())
+    }
+
     /// Checks the vocabulary again: the directory may have been prepared again since the job was configured.
     fn check_vocab(&self, vocab: usize) -> Result<(), DataError> {
-        let needed = self.manifest.vocab;
+        let needed = self.required_vocab(vocab);
         if needed <= vocab {
             Ok(())
         } else {
@@ -234,6 +247,46 @@ impl TokenizerSource {
             Err(failed(format!("it has more than {MAX_TOKENIZER_BYTES} bytes")))
         } else {
             Ok(Some(json))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn added_tokens_beyond_the_ids_of_the_model_are_no_obstacle() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: serde_json::Value| {
+            std::fs::write(dir.path().join(name), text.to_string()).unwrap();
+        };
+        let part = json!({"documents": 0, "bytes": 0, "tokens": 0, "shards": []});
+        write(
+            Manifest::FILE,
+            json!({"version": 1, "tokenizer": "t", "vocab": 4, "end_of_text": 2, "train": part, "val": part}),
+        );
+        let token = |id: u32, content: &str| {
+            json!({
+                "id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false,
+            })
+        };
+        let added = [token(2, "<eos>"), token(3, "<image>")];
+        let model = json!({"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []});
+        write(TOKENIZER_FILE, json!({"added_tokens": added, "model": model}));
+        let prepared = Prepared::open("data.train", &dir.path().to_string_lossy(), 1.0).unwrap();
+        for (vocab, fits) in [(4, true), (3, true), (2, false)] {
+            let mut spec = JobSpec::default();
+            spec.model.vocab = Some(vocab);
+            let filled = prepared.fill_in(&mut spec);
+            assert_eq!(filled.is_ok(), fits, "{vocab}");
+            assert_eq!(prepared.check_vocab(vocab).is_ok(), fits, "{vocab}");
+            if let Err(invalid) = filled {
+                assert!(invalid.expected.starts_with("at least 3,"), "{}", invalid.expected);
+            }
         }
     }
 }

@@ -28,8 +28,8 @@ pub(crate) fn files(
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Vec<(&'static str, Vec<u8>)>, ModelError> {
     let shape = &state.model;
-    if let Some(tokenizer) = tokenizer.filter(|tokenizer| tokenizer.vocab() > shape.vocab) {
-        let reason = format!("it has {} ids, but the model only {}", tokenizer.vocab(), shape.vocab);
+    if let Some(tokenizer) = tokenizer.filter(|tokenizer| tokenizer.required_vocab() > shape.vocab) {
+        let reason = format!("it has {} ids, but the model only {}", tokenizer.required_vocab(), shape.vocab);
         return Err(ModelError::Tokenizer { name: tokenizer.name().into(), reason });
     }
     let ids = TokenIds {

@@ -179,6 +179,15 @@ impl Tokenizer {
         self.inner.tokens.ends.len()
     }
 
+    /// Returns the number of ids that a model for this tokenizer has at least: those of texts, of their beginning and
+    /// of their end. Some published tokenizers have added tokens beyond the ids of their model, such as that of images.
+    pub fn required_vocab(&self) -> usize {
+        let added: HashSet<u32> = self.inner.added.values().copied().collect();
+        let of_text = self.inner.tokens.ids().rev().find(|id| !added.contains(id));
+        let ids = self.inner.prefix.iter().copied().chain(self.end_of_text).chain(of_text);
+        ids.max().map_or(0, |id| id as usize + 1)
+    }
+
     /// Returns the id that starts each document.
     pub fn end_of_text(&self) -> Option<u32> {
         self.end_of_text
@@ -449,6 +458,10 @@ impl fmt::Debug for Tokenizer {
 }
 
 impl Tokens {
+    fn ids(&self) -> std::ops::Range<u32> {
+        0..u32::try_from(self.ends.len()).unwrap_or(u32::MAX)
+    }
+
     fn get(&self, id: u32) -> Option<&[u8]> {
         let index = usize::try_from(id).ok()?;
         let start = index.checked_sub(1).map_or(Some(&0), |before| self.ends.get(before))?;

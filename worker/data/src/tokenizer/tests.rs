@@ -207,6 +207,28 @@ fn hostile_files_are_refused() {
     assert!(added("1", "a").contains("contradicts"));
 }
 
+#[test]
+fn added_tokens_after_all_others_need_no_ids_of_a_model() {
+    let open = |added: &[(u32, &str)]| {
+        let token = |(id, content): &(u32, &str)| {
+            json!({
+                "id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false,
+            })
+        };
+        let added: Vec<Value> = added.iter().map(token).collect();
+        let model = json!({"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []});
+        Tokenizer::from_json(json!({"added_tokens": added, "model": model}).to_string().as_bytes()).unwrap()
+    };
+    let image = open(&[(2, "<eos>"), (3, "<image>")]);
+    assert_eq!((image.end_of_text(), image.vocab(), image.required_vocab()), (Some(2), 4, 3));
+    assert_eq!(image.with_end_of_text(None).required_vocab(), 2);
+    assert_eq!(open(&[(2, "<image>"), (3, "<eos>")]).required_vocab(), 4);
+    for (tokenizer, ids) in [(Tokenizer::bytes(), 256), (Tokenizer::gpt2(), 50_257)] {
+        assert_eq!(tokenizer.required_vocab(), ids);
+    }
+}
+
 /// Builds a file in which every pair of bytes is a token, so that ids reveal the boundaries of words.
 fn pairs(pre_tokenizer: &Value, normalizer: &Value) -> String {
     let letter = |byte: u8| tokenizers_fast::utils::byte_level::BYTES_CHAR_LOOKUP[usize::from(byte)];
