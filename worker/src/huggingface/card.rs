@@ -82,10 +82,13 @@ fn tokenizer_config(tokenizer: &Tokenizer, shape: &ModelShape, inherited: &Inher
     });
     let token = |id: Option<u32>| id.map(|id| tokenizer.decode(&[id]));
     if let Some(end) = token(tokenizer.end_of_text()) {
-        config["bos_token"] = json!(token(tokenizer.bos()).unwrap_or_else(|| end.clone()));
+        // Files that name the end of texts name all special tokens. Otherwise the class has defaults of its own.
+        let default = Some(&end).filter(|_| inherited.token("eos_token").is_none());
+        config["bos_token"] = json!(token(tokenizer.bos()).as_ref().or(default));
         config["eos_token"] = json!(end);
     }
-    for (key, value) in &inherited.tokenizer_config {
+    // This key names files of Python, which are not part of the export.
+    for (key, value) in inherited.tokenizer_config.iter().filter(|(key, _)| *key != "auto_map") {
         config[key] = value.clone();
     }
     // Some classes write a template of their own; this one keeps the template of `tokenizer.json`, which the data was
@@ -149,4 +152,34 @@ fn model_card(
          model = AutoModelForCausalLM.from_pretrained(\"PATH\")\n\
          tokenizer = AutoTokenizer.from_pretrained(\"PATH\")\n```\n"
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_spec::model::PRESETS;
+
+    use super::*;
+
+    /// Returns the tokenizer's configuration of a model that came with this one.
+    fn written(tokenizer: &Tokenizer, read: &Value) -> Value {
+        let tokenizer_config = read.as_object().unwrap().clone();
+        let inherited = Inherited { tokenizer_config, ..Inherited::default() };
+        super::tokenizer_config(tokenizer, &PRESETS[0].1, &inherited)
+    }
+
+    #[test]
+    fn classes_in_files_of_python_are_not_named() {
+        let read = json!({"auto_map": {"AutoTokenizer": ["tokenization_m.M", null]}, "padding_side": "left"});
+        let config = written(&Tokenizer::gpt2(), &read);
+        assert_eq!((config.get("auto_map"), &config["padding_side"]), (None, &json!("left")));
+    }
+
+    #[test]
+    fn first_token_is_added_only_to_files_that_leave_all_tokens_to_their_class() {
+        let tokenizer = Tokenizer::open("gpt2").unwrap();
+        let bos = |read: Value| written(&tokenizer, &read)["bos_token"].clone();
+        assert_eq!(bos(json!({"model_max_length": 1024})), json!("<|endoftext|>"));
+        assert_eq!(bos(json!({"eos_token": "<|endoftext|>"})), Value::Null);
+        assert_eq!(bos(json!({"eos_token": "<|endoftext|>", "bos_token": "a"})), json!("a"));
+    }
 }

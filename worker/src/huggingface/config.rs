@@ -12,7 +12,7 @@ use super::ModelError;
 use super::families::{FAMILIES, Family};
 use super::key::nearly_equal;
 use super::keys::Keys;
-use super::without_effect::{FURTHER_BLOCKS, WITHOUT_EFFECT};
+use super::without_effect::{FURTHER_BLOCKS, IS_CAUSAL, WITHOUT_EFFECT};
 use super::{layers, unsupported};
 
 /// Ids with which generation starts and stops.
@@ -33,11 +33,11 @@ pub(super) fn parse(path: &Path, json: &[u8]) -> Result<ModelShape, ModelError> 
     if !keys.is_unset("quantization_config") {
         return Err(keys.refused("quantization_config", "weights must not be quantized"));
     }
-    let model_type = values.get("model_type").and_then(Value::as_str);
-    let family = FAMILIES
-        .iter()
-        .find(|family| Some(family.model_type) == model_type)
-        .ok_or_else(|| keys.refused("model_type", &unsupported::reason(model_type)))?;
+    if values.get(IS_CAUSAL).is_some_and(|value| *value != json!(true)) {
+        return Err(keys.refused(IS_CAUSAL, "tokens would attend to later ones; this trainer computes true"));
+    }
+    let family =
+        Family::named(&values).ok_or_else(|| keys.refused("model_type", &unsupported::reason(&values)))?;
     read(family, &keys)
 }
 
@@ -81,6 +81,7 @@ fn read(family: &Family, keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
 fn refuse_unknown(family: &Family, keys: &Keys<'_>) -> Result<(), ModelError> {
     let is_known = |name: &str| {
         WITHOUT_EFFECT.contains(&name)
+            || name == IS_CAUSAL
             || family.without_effect.contains(&name)
             || family.keys().any(|key| key.0 == name)
             || family.windows.has(name)
@@ -244,14 +245,21 @@ pub(super) fn inherit_config(
     shape: &ModelShape,
     ids: TokenIds,
 ) -> Value {
-    let merged = inherit(Value::Object(written.clone()), read, ids);
+    let mut read = read.clone();
+    // A table of rotation that lacks the original length means that of the model.
+    let length = |config: &Map<String, Value>| config.get("max_position_embeddings").and_then(Value::as_u64);
+    if length(&written) > length(&read)
+        && let Some(rope) = &Family::of(shape.arch).rope
+    {
+        read.retain(|key, _| !rope.has(key));
+    }
+    let merged = inherit(Value::Object(written.clone()), &read, ids);
     let described = parse(Path::new(""), merged.to_string().as_bytes());
     if described.is_ok_and(|other| difference(shape, &other).is_none()) {
         return merged;
     }
-    let mut tokens = read.clone();
-    tokens.retain(|key, _| key.ends_with("_token_id"));
-    inherit(Value::Object(written), &tokens, ids)
+    read.retain(|key, _| key.ends_with("_token_id"));
+    inherit(Value::Object(written), &read, ids)
 }
 
 /// Restores keys of the original `config.json` or `generation_config.json` in that of a model that was trained from it.
@@ -259,7 +267,9 @@ pub(super) fn inherit_config(
 pub(super) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) -> Value {
     const OF_THIS_EXPORT: [&str; 7] =
         ["dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "n_positions", "n_ctx", FURTHER_BLOCKS];
-    const OF_ANOTHER: [&str; 3] = ["transformers_version", "_name_or_path", "quantization_config"];
+    // Two of these name files of Python, which are not part of the export.
+    const OF_ANOTHER: [&str; 5] =
+        ["transformers_version", "_name_or_path", "quantization_config", "auto_map", "custom_pipelines"];
     if read.is_empty() {
         return written;
     }

@@ -3,6 +3,7 @@
 //!
 //! A family's [`base`](xlaunch_spec::model::Arch::base) has what none of its keys can change.
 
+use serde_json::{Map, Value};
 use xlaunch_spec::model::{Arch, ModelShape, Parallel};
 
 use super::key::Meaning::{
@@ -43,6 +44,12 @@ impl Family {
     /// Returns the table of a family.
     pub(crate) fn of(arch: Arch) -> &'static Self {
         FAMILIES.iter().find(|family| family.arch == arch).unwrap_or(&FAMILIES[0])
+    }
+
+    /// Returns the table of the type that a `config.json` names.
+    pub(super) fn named(config: &Map<String, Value>) -> Option<&'static Self> {
+        let model_type = config.get("model_type")?.as_str()?;
+        FAMILIES.iter().find(|family| family.model_type == model_type)
     }
 
     /// Returns all keys with a meaning of their own.
@@ -151,7 +158,7 @@ pub(super) static FAMILIES: [Family; 22] = [
             Key("add_cross_attention", Only(&["false"])),
         ]],
         rope: None,
-        without_effect: &["n_ctx", "reorder_and_upcast_attn"],
+        without_effect: &["n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"],
         names: &names::GPT2,
         ..LLAMA_FAMILY
     },
@@ -278,7 +285,7 @@ pub(super) static FAMILIES: [Family; 22] = [
             &ATTENTION_BIAS,
         ],
         windows: Windows::Pattern(4096, 2),
-        without_effect: &["hidden_act", "cache_implementation"],
+        without_effect: &["hidden_act", "cache_implementation", "sliding_window_size"],
         names: &names::GEMMA2,
         ..LLAMA_FAMILY
     },

@@ -32,6 +32,17 @@ const ROPE_PARAMETERS: &str = "rope_parameters";
 const SCALING: &str = "rope_scaling";
 const FRACTION: &str = "partial_rotary_factor";
 const ORIGINAL: &str = "original_max_position_embeddings";
+/// Keys of YaRN.
+const YARN: &[&str] = &[
+    "factor",
+    ORIGINAL,
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+];
 /// YaRN's defaults of `beta_fast` and `beta_slow`.
 const BETAS: (f64, f64) = (32.0, 1.0);
 /// Kinds of blocks in `rope_parameters` and `layer_types`.
@@ -49,7 +60,7 @@ struct Found {
 impl Rope {
     /// Returns whether a key is one of the rotary embedding.
     pub(super) fn has(&self, key: &str) -> bool {
-        [ROPE_PARAMETERS, SCALING, FRACTION, self.theta.0].contains(&key)
+        [ROPE_PARAMETERS, SCALING, FRACTION, THETA, self.theta.0].contains(&key)
             || self.fraction.is_some_and(|(name, _)| name == key)
             || self.windowed.is_some_and(|(_, name)| name == Some(key))
     }
@@ -91,6 +102,14 @@ impl Rope {
         shape.rope_fraction = found.fraction.or(self.fraction.map(|(_, default)| default)).unwrap_or(1.0);
         if self.fraction.is_none() && shape.rope_fraction != 1.0 {
             return Err(keys.refused(fraction, "models of this family rotate whole heads"));
+        }
+        // Families with other names have these as well in files of transformers 4.45 to 4.57; version 5 ignores them.
+        for (general, own, value) in
+            [(THETA, self.theta.0, shape.rope_theta), (FRACTION, fraction, shape.rope_fraction)]
+        {
+            if keys.optional_number(general)?.is_some_and(|number| number != value) {
+                return Err(keys.refused(general, &format!("it differs from `{own}`, which is {value}")));
+            }
         }
         if is_odd(shape) {
             return Err(keys.refused(fraction, "it rotates an odd number of elements"));
@@ -270,18 +289,16 @@ fn scaling(
             (scaling, &["factor", ORIGINAL][..])
         }
         "yarn" => {
+            let factor = keys.required_number("factor")?;
             let scaling = RopeScaling::Yarn {
-                factor: keys.required_number("factor")?,
+                factor,
                 original_max_position_embeddings: original()?,
                 beta_fast: keys.number("beta_fast", BETAS.0)?,
                 beta_slow: keys.number("beta_slow", BETAS.1)?,
-                attention_factor: match keys.optional_number("attention_factor")? {
-                    None => 0.0,
-                    Some(_) => keys.positive("attention_factor", 1.0)?,
-                },
+                attention_factor: attention_factor(keys, factor)?,
                 truncate: keys.flag("truncate", true)?,
             };
-            (scaling, &["factor", ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "truncate"][..])
+            (scaling, YARN)
         }
         "llama3" => {
             let scaling = RopeScaling::Llama3 {
@@ -294,6 +311,17 @@ fn scaling(
         }
         _ => return Ok(None),
     }))
+}
+
+/// Reads YaRN's factor of queries and keys; 0 for the usual one. As in transformers, `mscale` and `mscale_all_dim`
+/// count only together.
+fn attention_factor(keys: &Keys<'_>, factor: f64) -> Result<f64, ModelError> {
+    if keys.get("attention_factor").is_some() {
+        return keys.positive("attention_factor", 1.0);
+    }
+    let (scale, all) = (keys.number("mscale", 0.0)?, keys.number("mscale_all_dim", 0.0)?);
+    let scaled = |scale: f64| 0.1 * scale * factor.ln() + 1.0;
+    Ok(if scale == 0.0 || all == 0.0 { 0.0 } else { scaled(scale) / scaled(all) })
 }
 
 /// Returns the keys of a scaling. The library warns of keys that a type lacks.

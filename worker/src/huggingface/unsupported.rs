@@ -1,12 +1,15 @@
 //! Types of models that are refused, each with the reason and the nearest family that is supported. Pure.
 
-use super::families::FAMILIES;
+use serde_json::{Map, Value};
+
+use super::families::{FAMILIES, Family};
 
 const EXPERTS: &str = "its mixture of experts is another architecture";
 const LINEAR: &str = "it has linear attention";
 const STATE_SPACE: &str = "it has state space layers";
 const LATENT: &str = "it has latent attention";
 const IMAGES: &str = "it is a model of images or sound";
+const ORDER: &str = "it rotates elements in another order";
 
 /// Beginnings of types with the reason and the nearest supported type. The first match counts.
 const REASONS: &[(&str, &str, &str)] = &[
@@ -18,11 +21,12 @@ const REASONS: &[(&str, &str, &str)] = &[
     ("llama4", EXPERTS, "mixtral"),
     ("mllama", IMAGES, "llama"),
     ("ministral", "it is another architecture", "mistral"),
+    ("mistral4", LATENT, "glm4_moe"),
     ("mistral", IMAGES, "mistral"),
     ("deepseek", LATENT, "glm4_moe"),
     ("glm4_moe_lite", LATENT, "glm4_moe"),
     ("glm4v", IMAGES, "glm4_moe"),
-    ("glm4", "it rotates elements in another order", "glm4_moe"),
+    ("glm4", ORDER, "glm4_moe"),
     ("gpt_oss", "it has attention sinks, and experts with biases and clamped activations", "mixtral"),
     ("flex_olmo", EXPERTS, "olmoe"),
     ("olmo_hybrid", LINEAR, "olmo3"),
@@ -35,9 +39,10 @@ const REASONS: &[(&str, &str, &str)] = &[
     ("phi4", IMAGES, "phi3"),
     ("granitemoehybrid", STATE_SPACE, "granite"),
     ("granitemoe", EXPERTS, "mixtral"),
+    ("gpt_neox_japanese", "it is another architecture", "gpt_neox"),
     ("gpt_neo", "its attention is not scaled", "gpt_neox"),
-    ("gptj", "it rotates elements in another order", "gpt_neox"),
-    ("codegen", "it rotates elements in another order", "gpt_neox"),
+    ("gptj", ORDER, "gpt_neox"),
+    ("codegen", ORDER, "gpt_neox"),
     ("gpt_bigcode", "it has multi-query attention with learned positions", "starcoder2"),
     ("falcon_mamba", STATE_SPACE, "llama"),
     ("falcon_h1", STATE_SPACE, "llama"),
@@ -45,27 +50,48 @@ const REASONS: &[(&str, &str, &str)] = &[
     ("mpt", "its attention has linear biases", "gpt_neox"),
     ("bloom", "its attention has linear biases", "gpt_neox"),
     ("opt", "its positions have an offset", "gpt2"),
-    ("cohere", "it rotates elements in another order", "llama"),
+    ("cohere", ORDER, "llama"),
+    ("nemotron_h", STATE_SPACE, "llama"),
     ("nemotron", "its norms are LayerNorm with an offset", "llama"),
+    ("ernie4_5", ORDER, "llama"),
+    ("helium", ORDER, "llama"),
+    ("hunyuan", "it normalises queries and keys after their rotation", "qwen3"),
+    ("lfm2", "it has convolutions", "qwen3"),
+    ("kimi_linear", LINEAR, "glm4_moe"),
+    ("minimax_m2", "it is another architecture", "glm4_moe"),
+    ("minimax", LINEAR, "mixtral"),
+    ("exaone4", "it has norms after layers and of each head", "olmo3"),
+    ("seed_oss", "its biases have other keys", "qwen2"),
+    ("arcee", "its feed-forward layers have no gates", "llama"),
+    ("apertus", "its activation function is xIELU", "qwen3"),
     ("mamba", STATE_SPACE, "llama"),
     ("bamba", STATE_SPACE, "llama"),
     ("jamba", STATE_SPACE, "llama"),
     ("rwkv", LINEAR, "llama"),
 ];
 
-/// Returns why a type of models is refused, and what is supported instead.
-pub(super) fn reason(model_type: Option<&str>) -> String {
+/// Returns why the type of a `config.json` is refused, and what is supported instead.
+pub(super) fn reason(config: &Map<String, Value>) -> String {
     let supported: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
     let supported = supported.join(", ");
-    let Some(model_type) = model_type else { return format!("it must be one of {supported}") };
+    let Some(model_type) = config.get("model_type").and_then(Value::as_str) else {
+        return format!("it must be one of {supported}");
+    };
     if model_type == "gemma3" {
         return "it is a model of images; save the text model in Python, which has the type `gemma3_text`: \
                 `m = AutoModelForImageTextToText.from_pretrained(DIR)`, `t = Gemma3ForCausalLM(m.config.text_config)`, \
                 `t.model, t.lm_head = m.model.language_model, m.lm_head`, `t.save_pretrained(OUT)`"
             .into();
     }
-    match REASONS.iter().find(|(beginning, ..)| model_type.starts_with(beginning)) {
-        Some((_, reason, nearest)) => {
+    let known = REASONS.iter().find(|(beginning, ..)| model_type.starts_with(beginning));
+    let text_model = || Family::named(config.get("text_config")?.as_object()?);
+    let nearest = match known {
+        Some((_, reason, nearest)) => Some((*reason, *nearest)),
+        // Models of images have the configuration of their text model in their own.
+        None => text_model().map(|family| (IMAGES, family.model_type)),
+    };
+    match nearest {
+        Some((reason, nearest)) => {
             format!("{reason}; the nearest supported type is `{nearest}` (all: {supported})")
         }
         None => format!("supported are {supported}"),

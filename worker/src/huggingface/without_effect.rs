@@ -6,16 +6,19 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_commit_hash",
+    "_flash_attn_2_enabled",
     "_name_or_path",
     "architectures",
     "attn_implementation",
     "auto_map",
+    "custom_pipelines",
     "dtype",
     "gradient_checkpointing",
     "model_type",
     "name_or_path",
     "output_attentions",
     "output_hidden_states",
+    "output_past",
     "pretraining_tp",
     "return_dict",
     "tokenizer_class",
@@ -48,6 +51,7 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
     "sep_token_id",
     "unk_token_id",
     // Other tasks.
+    "_num_labels",
     "chunk_size_feed_forward",
     "finetuning_task",
     "id2label",
@@ -90,6 +94,9 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
     "top_p",
     "typical_p",
 ];
+
+/// Whether tokens attend only to earlier ones. The library reads it in all families; without it they do.
+pub(super) const IS_CAUSAL: &str = "is_causal";
 
 /// Number of blocks after the others that predict further tokens, which are not read.
 pub(super) const FURTHER_BLOCKS: &str = "num_nextn_predict_layers";

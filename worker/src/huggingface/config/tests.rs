@@ -61,6 +61,15 @@ fn older_names_of_rotary_keys_are_read() {
     let mut config = older("llama-1b");
     config["rope_scaling"] = json!({"type": "linear", "factor": 2.0});
     assert_eq!(read(&config).unwrap().rope_scaling, RopeScaling::Linear { factor: 2.0 });
+    // Families with names of their own have the general ones as well in files of transformers 4.45 to 4.57.
+    let mut pythia = older("pythia-160m");
+    (pythia["rope_theta"], pythia["partial_rotary_factor"]) = (json!(10000), json!(0.25));
+    assert_eq!(read(&pythia).unwrap(), preset("pythia-160m"));
+    for (key, value) in [("rope_theta", json!(500)), ("partial_rotary_factor", json!(0.5))] {
+        let mut config = pythia.clone();
+        config[key] = value;
+        assert!(read(&config).unwrap_err().to_string().contains(&format!("`{key}`")), "{key}");
+    }
     // Lengths that are missing are those of the model.
     config["rope_scaling"] = json!({"type": "yarn", "factor": 2});
     let RopeScaling::Yarn { original_max_position_embeddings: original, .. } =
@@ -69,6 +78,20 @@ fn older_names_of_rotary_keys_are_read() {
         panic!("not YaRN")
     };
     assert_eq!(original, preset("llama-1b").seq);
+    // Two keys of YaRN that count only together, and only without `attention_factor`.
+    for (keys, expected) in [
+        (json!({"mscale": 0.5}), 0.0),
+        (json!({"mscale_all_dim": 2, "mscale": null}), 0.0),
+        (json!({"mscale": 0.5, "mscale_all_dim": 2}), (0.05 * 2f64.ln() + 1.0) / (0.2 * 2f64.ln() + 1.0)),
+        (json!({"mscale": 0.5, "mscale_all_dim": 2, "attention_factor": 1.5}), 1.5),
+    ] {
+        config["rope_scaling"] = json!({"type": "yarn", "factor": 2});
+        config["rope_scaling"].as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+        let RopeScaling::Yarn { attention_factor, .. } = read(&config).unwrap().rope_scaling else {
+            panic!("not YaRN")
+        };
+        assert!((attention_factor - expected).abs() < 1e-12, "{keys}: {attention_factor}");
+    }
 }
 
 #[test]
@@ -126,6 +149,7 @@ fn inherited_settings_are_written_back_unless_training_decides_them() {
         json!({
             "model_type": "mistral", "eos_token_id": [2, 32000], "pad_token_id": 5, "max_position_embeddings": 512,
             "dtype": "bfloat16", "transformers_version": "4.1", "bos_token_id": 1, "architectures": ["M"],
+            "auto_map": {"AutoModelForCausalLM": "modeling_m.M"},
         })
         .as_object()
         .unwrap()
@@ -143,13 +167,61 @@ fn inherited_settings_are_written_back_unless_training_decides_them() {
     ] {
         assert_eq!(config[key], value, "{key}");
     }
-    assert!(config.get("transformers_version").is_none());
+    assert!(config.get("transformers_version").is_none() && config.get("auto_map").is_none());
     assert_eq!(inherit(json!({"a": 1}), &Map::new(), ids), json!({"a": 1}));
     // Only tokens are inherited from a configuration of another model.
     original["num_hidden_layers"] = json!(5);
     let config = inherit_config(written, &original, &shape, ids);
     assert_eq!((&config["num_hidden_layers"], &config["pad_token_id"]), (&json!(4), &json!(5)));
     assert_eq!(config["architectures"], json!(["MistralForCausalLM"]));
+}
+
+#[test]
+fn settings_are_inherited_although_the_model_is_longer_and_its_rotation_depends_on_the_length() {
+    let rope_scaling = RopeScaling::Yarn {
+        factor: 2.0,
+        original_max_position_embeddings: 64,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: 0.0,
+        truncate: true,
+    };
+    let shape = ModelShape { seq: 128, rope_scaling, ..PRESETS[0].1.clone() };
+    let ids = TokenIds::default();
+    let written = write(Family::of(shape.arch), &shape, ids, "float32");
+    let mut original = written.clone();
+    for key in ["rope_theta", "rope_scaling"] {
+        original.remove(key);
+    }
+    original["max_position_embeddings"] = json!(64);
+    original["rope_parameters"] = json!({"rope_type": "yarn", "factor": 2, "rope_theta": 10000});
+    original["attention_dropout"] = json!(0.1);
+    let read_shape = read(&Value::Object(original.clone())).unwrap();
+    assert_eq!(ModelShape { seq: 128, ..read_shape }, shape);
+    let config = inherit_config(written, &original, &shape, ids);
+    assert_eq!(
+        (&config["attention_dropout"], &config["max_position_embeddings"]),
+        (&json!(0.1), &json!(128))
+    );
+    assert_eq!(read(&config).unwrap(), shape);
+}
+
+#[test]
+fn keys_of_published_models_without_effect_are_read() {
+    for (arch, keys) in [
+        // GPT-2 medium and XL, DistilGPT-2.
+        (Arch::Gpt2, json!({"n_special": 0, "predict_special_tokens": true})),
+        (Arch::Gpt2, json!({"output_past": true, "_num_labels": 1})),
+        // Gemma 2 9B.
+        (Arch::Gemma2, json!({"sliding_window_size": 8})),
+        // Dolly.
+        (Arch::GptNeoX, json!({"custom_pipelines": {"text-generation": {"impl": "pipeline.Generation"}}})),
+        (Arch::Mistral, json!({"_flash_attn_2_enabled": true, "is_causal": true})),
+    ] {
+        let mut config = write_own(&arch.base(), TokenIds::default());
+        config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+        assert_eq!(read(&config).unwrap(), arch.base(), "{keys}");
+    }
 }
 
 #[test]
@@ -247,6 +319,8 @@ fn what_this_trainer_does_not_compute_is_refused_by_its_key() {
         ("layer_norm_epsilon", json!(0)),
         ("quantization_config", json!({"bits": 4})),
         ("rope_theta", json!(1e4)),
+        ("is_causal", json!(false)),
+        ("is_causal", json!(null)),
     ] {
         refused(&preset("gpt2-124m"), key, value);
     }
@@ -328,6 +402,11 @@ fn other_types_of_models_are_refused_with_the_nearest_supported_one() {
         ("falcon", &["`gpt_neox`"]),
         ("mpt", &["biases"]),
         ("gemma3", &["images", "gemma3_text"]),
+        ("mistral4", &["latent attention", "`glm4_moe`"]),
+        ("nemotron_h", &["state space", "`llama`"]),
+        ("ernie4_5_moe", &["another order", "`llama`"]),
+        ("lfm2", &["convolutions", "`qwen3`"]),
+        ("minimax_m2", &["another architecture", "`glm4_moe`"]),
         ("never_heard_of", &["supported are llama, gpt2"]),
     ] {
         let problem = refused(&preset("byte-tiny"), "model_type", json!(model_type));
@@ -335,6 +414,9 @@ fn other_types_of_models_are_refused_with_the_nearest_supported_one() {
             assert!(problem.contains(text), "{model_type}: {text} in {problem}");
         }
     }
+    let config = json!({"model_type": "llava", "text_config": {"model_type": "qwen2"}});
+    let error = read(&config).unwrap_err().to_string();
+    assert!(error.contains("images") && error.contains("type is `qwen2`"), "{error}");
 }
 
 #[test]
