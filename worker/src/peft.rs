@@ -59,6 +59,8 @@ struct Config {
     #[serde(default)]
     kasa_config: Value,
     #[serde(default)]
+    layer_replication: Value,
+    #[serde(default)]
     layers_to_transform: Value,
     #[serde(default)]
     target_modules: Value,
@@ -122,6 +124,10 @@ impl PeftDirectory {
         if !config.alora_invocation_tokens.is_null() {
             let problem = "adapters that are active after certain tokens only (aLoRA) are not supported";
             return refuse("alora_invocation_tokens", problem.into());
+        }
+        if !config.layer_replication.is_null() {
+            let problem = "models whose blocks are replicated are not supported";
+            return refuse("layer_replication", problem.into());
         }
         if !config.kasa_config.is_null() {
             return refuse(

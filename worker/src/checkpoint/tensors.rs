@@ -161,25 +161,26 @@ fn find<'a>(layout: &'a Parameters, name: &str, moments: bool) -> Option<(Arena,
 
 /// Reads the header of a safetensors file; also returns the offset of the data.
 pub(crate) fn read_header(file: &File) -> io::Result<(Metadata, u64)> {
+    let invalid = |reason: &str| io::Error::new(io::ErrorKind::InvalidData, reason);
+    let bytes = file.metadata()?.len();
+    if bytes < LENGTH_BYTES as u64 {
+        return Err(invalid(&format!("it has only {bytes} bytes, so it is not a safetensors file")));
+    }
     let mut length = [0; LENGTH_BYTES];
     file.file().read_exact_at(&mut length, 0)?;
     if LFS_POINTER.starts_with(&length) {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, LFS_REASON));
+        return Err(invalid(LFS_REASON));
     }
     let (length, begin) = (u64::from_le_bytes(length), LENGTH_BYTES as u64);
-    if length > MAX_HEADER_BYTES.min(file.metadata()?.len().saturating_sub(begin)) {
-        return Err(io::Error::new(
-            io::ErrorKind::InvalidData,
-            "the length of its safetensors header is invalid",
-        ));
+    if length > MAX_HEADER_BYTES.min(bytes.saturating_sub(begin)) {
+        return Err(invalid("the length of its safetensors header is invalid"));
     }
     let mut header = vec![0; usize::try_from(length).map_err(io::Error::other)?];
     file.file().read_exact_at(&mut header, begin)?;
     // A parsed tensor takes ten times as much memory as its text in the header.
     let tensors = memchr::memmem::find_iter(&header, b"\"data_offsets\"").take(MAX_TENSORS + 1).count();
     if tensors > MAX_TENSORS {
-        let reason = format!("its safetensors header has more than {MAX_TENSORS} tensors");
-        return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+        return Err(invalid(&format!("its safetensors header has more than {MAX_TENSORS} tensors")));
     }
     Ok((serde_json::from_slice(&header)?, begin + length))
 }

@@ -22,7 +22,7 @@ use xlaunch_spec::model::ModelShape;
 use super::families::Family;
 use super::tensor_names::{self, Mapped, Order};
 use super::without_effect::FURTHER_BLOCKS;
-use super::{INDEX, ModelError, WEIGHTS, config};
+use super::{ADAPTER_CONFIG, INDEX, ModelError, WEIGHTS, config};
 use crate::checkpoint::{Abandoned, Arena, Piece, Sink, read_header};
 use crate::inherited::CONFIG;
 use crate::model::layout::Layout;
@@ -136,7 +136,12 @@ impl Directory {
                 self.path.join(CONFIG).display()
             )
         });
-        let notes: Vec<String> = [further, untied].into_iter().flatten().collect();
+        let adapter = self
+            .path
+            .join(ADAPTER_CONFIG)
+            .exists()
+            .then(|| format!("{}: the adapter beside the model is not added to it", self.path.display()));
+        let notes: Vec<String> = [further, untied, adapter].into_iter().flatten().collect();
         (!notes.is_empty()).then(|| notes.join("\n"))
     }
 
@@ -261,7 +266,8 @@ fn are_equal(a: &(std::fs::File, u64, usize), b: &(std::fs::File, u64, usize)) -
     a.2 == b.2
 }
 
-/// Refuses a directory that has other weights than those that are read, or the file of such weights.
+/// Refuses a directory that has other weights than those that are read, the file of such weights, and a single file of
+/// a model.
 pub(crate) fn refuse_other_weights(path: &Path) -> Result<(), ModelError> {
     if path.join(WEIGHTS).exists() || path.join(INDEX).exists() {
         return Ok(());
@@ -275,7 +281,13 @@ pub(crate) fn refuse_other_weights(path: &Path) -> Result<(), ModelError> {
             return Err(ModelError::Read { path: path.into(), reason });
         }
     }
-    Ok(())
+    match path.parent().filter(|parent| is_file && Directory::is_one(parent)) {
+        None => Ok(()),
+        Some(parent) => {
+            let reason = format!("it belongs to the model in {}; name that directory", parent.display());
+            Err(ModelError::Read { path: path.into(), reason })
+        }
+    }
 }
 
 /// Returns the files that an index names, each with its tensors.

@@ -290,13 +290,14 @@ pub(crate) fn tensors(names: &'static Names, shape: &ModelShape, layout: &Layout
 /// Returns whether a tensor holds no parameters of the model: masks and frequencies, which older versions saved, a tied
 /// head, or blocks that predict further tokens.
 pub(super) fn is_derived(name: &str, names: &Names, shape: &ModelShape) -> bool {
-    const ENDS: [&str; 6] = [
+    const ENDS: [&str; 7] = [
         ".attn.bias",
         ".attn.masked_bias",
         ".attention.bias",
         ".attention.masked_bias",
         ".rotary_emb.inv_freq",
         ".rotary_emb.cos_cached",
+        ".rotary_emb.sin_cached",
     ];
     let is_further = || {
         let blocks = format!("{}{}.", names.prefix, names.blocks);

@@ -418,13 +418,9 @@ fn half_precision_base_models_and_derived_tensors_are_read() {
             for (name, ..) in tensors.iter_mut() {
                 *name = name.strip_prefix(prefix).unwrap_or(name).to_owned();
             }
-            tensors.push(("h.0.attn.bias".into(), "F32".into(), vec![1], vec![0; 4]));
-            tensors.push((
-                "layers.0.self_attn.rotary_emb.inv_freq".into(),
-                "F32".into(),
-                vec![1],
-                vec![0; 4],
-            ));
+            for name in ["h.0.attn.bias", "layers.0.rotary_emb.inv_freq", "layers.0.rotary_emb.sin_cached"] {
+                tensors.push((name.into(), "F32".into(), vec![1], vec![0; 4]));
+            }
         });
         assert!(base.unwrap() == exact);
         let head = changed.read(&|tensors| {
@@ -454,6 +450,8 @@ fn hostile_files_and_indexes_are_refused() {
         fs::write(&weights, &whole[..cut]).unwrap();
         refused("model.safetensors");
     }
+    fs::write(&weights, &whole[..7]).unwrap();
+    refused("only 7 bytes");
     fs::write(&weights, [&u64::MAX.to_le_bytes()[..], &whole[8..]].concat()).unwrap();
     refused("header is invalid");
     fs::write(&weights, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n").unwrap();

@@ -86,6 +86,34 @@ fn pickles_and_adapters_are_refused_by_what_they_are() {
 }
 
 #[test]
+fn file_of_a_model_is_refused_with_its_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = &shapes()[0];
+    let (saved, _) = checkpoint(&dir.path().join("a"), shape);
+    let output = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+    for file in ["model.safetensors", "config.json"] {
+        for (exit, message) in [train_from(&output.join(file), shape), generate_from(&output.join(file))] {
+            assert_eq!(exit, ExitCode::Data, "{message}");
+            let expected = format!("it belongs to the model in {}; name that", output.display());
+            assert!(message.contains(&expected), "{message}");
+        }
+    }
+    // A checkpoint's file of weights is no part of such a model.
+    Weights::open(&saved.join("model.safetensors")).unwrap().check(shape).unwrap();
+}
+
+#[test]
+fn adapter_beside_a_model_is_noted() {
+    let dir = tempfile::tempdir().unwrap();
+    let (saved, _) = checkpoint(&dir.path().join("a"), &shapes()[0]);
+    let output = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+    let note = || Weights::open(&output).unwrap().note();
+    assert_eq!(note(), None);
+    fs::write(output.join("adapter_config.json"), "{}").unwrap();
+    assert!(note().unwrap().contains("the adapter beside the model"), "{:?}", note());
+}
+
+#[test]
 fn adapters_that_cannot_be_read_are_refused_with_the_key_of_their_configuration() {
     let shape = &shapes()[0];
     for (config, expected) in [
@@ -111,6 +139,10 @@ fn adapters_that_cannot_be_read_are_refused_with_the_key_of_their_configuration(
             "`alora_invocation_tokens`: ",
         ),
         (r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "kasa_config": {}}"#, "`kasa_config`: KaSA"),
+        (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "layer_replication": [[0, 1], [0, 1]]}"#,
+            "`layer_replication`: models whose blocks are replicated",
+        ),
         // What follows is found only if the initialisation is no obstacle.
         (
             r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "init_lora_weights": "gaussian"}"#,
