@@ -1,5 +1,8 @@
 //! Foreground launches of the built-in trainer or any command: from the parsed command line to the exit code.
 
+mod command;
+mod load;
+
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -8,59 +11,42 @@ use xlaunch_spec::command::GroupSpec;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 
+pub(super) use command::{run_command, run_workers};
+pub(crate) use load::Launch;
+pub(super) use load::{load, prepare};
+
 use super::output::print_end;
-use super::piped_script;
 use super::resume;
 use crate::error_file;
 use xlaunch_agent::base_environment::BaseEnvironment;
-use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::driver;
 use xlaunch_agent::ending::Ending;
 use xlaunch_agent::environment_file::{self, Facts, Parent};
 use xlaunch_agent::registry::Entry;
-use xlaunch_agent::resolved_command::{self, CommandSpec, ResolvedCommand};
-use xlaunch_agent::run_dir::{NodePlace, RunDir};
+use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::status::board;
 use xlaunch_agent::stderr::print_line;
 use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::work;
-use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
 use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock, TrainerPlan};
 use xlaunch_agent::{report, run_summary, workload};
 use xlaunch_cluster::nodes::Nodes;
 use xlaunch_cluster::shared::{self, Mark};
 use xlaunch_cluster::work::Work;
-use xlaunch_host::devices::{self, Node, Placement};
+use xlaunch_host::devices::Placement;
 use xlaunch_host::libraries::Libraries;
-use xlaunch_host::network::Interface;
 use xlaunch_host::signals::Signals;
-use xlaunch_host::spawn::affinity::{self, Affinity};
 use xlaunch_host::{clock, memory, system_errors};
 use xlaunch_spec::refusal::Refusal;
-use xlaunch_worker::{FillInError, Preflight, dry_run};
+use xlaunch_worker::{Preflight, dry_run};
 
 /// Phases of a launch without workers to stop, for messages about a signal.
 const AT_START: &str = "before the workers had started";
 const WAITING: &str = "while waiting for other nodes";
 
-/// A launch of the built-in trainer.
-#[derive(Clone, Debug)]
-pub(crate) struct Launch {
-    /// Path of the training configuration.
-    pub(super) config: PathBuf,
-    /// Workers to start. Default: one per GPU, or 1 without GPUs.
-    pub(super) nproc: Option<u32>,
-    /// Overrides `section.key=value`; later ones take precedence.
-    pub(super) set: Vec<String>,
-    /// `auto` for the newest checkpoint of this job, or the path of a checkpoint.
-    pub(super) resume: Option<String>,
-    /// True to check the job and report the memory that it needs instead of starting it.
-    pub(super) dry_run: bool,
-}
-
 /// Trains in the foreground, as one of the nodes of `group` if there is one.
-pub(super) async fn run(launch: &Launch, group: Option<&Nodes>) -> ExitCode {
+pub(crate) async fn run(launch: &Launch, group: Option<&Nodes>) -> ExitCode {
     let mut signals = match Signals::listen(&workload::trainer::STOP_SIGNALS) {
         Ok(signals) => signals,
         Err(refusal) => return refuse(&refusal),
@@ -347,126 +333,13 @@ fn find_run(checkpoint: &Path, run: &str, job_dir: &Path) -> Option<PathBuf> {
     [around, of_job].into_iter().flatten().find(|dir| dir.join("job.json").is_file())
 }
 
-/// Runs a command in the foreground, on one of the nodes of `group` if there is one.
-pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> ExitCode {
-    let mut signals = match Signals::listen(&workload::command::stop_signals(&spec.signals)) {
-        Ok(signals) => signals,
-        Err(refusal) => return refuse(&refusal),
-    };
-    let resolving = off_this_thread(move || {
-        let mut spec = spec;
-        let script = piped_script::read(&mut spec)?;
-        let command = resolved_command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect)?;
-        let name = script.as_ref().map_or(command.name.clone(), |script| script.name.to_owned());
-        Ok((ResolvedCommand { name, ..command }, script))
-    });
-    // The workers read the script for as long as it is in scope.
-    let (command, _script) = match signals.unless_stopped(AT_START, notify, resolving).await {
-        Ok(command) => command,
-        Err(refusal) => return refuse(&refusal),
-    };
-    if command.flight_recorder && command.logs.dir.is_none() {
-        let message = "--flight-recorder needs --log-dir: without it, the dumps are removed with the logs";
-        return refuse(&Refusal::new(ExitCode::Usage, message));
-    }
-    let place = Place { base: &BaseEnvironment::Own, group, declared: None };
-    match run_workers(&command, place, signals, RunDir::for_command).await {
-        Ok(ending) => report_and_exit(&ending),
-        Err(refusal) => refuse_and_record(&refusal),
-    }
-}
-
 fn refuse_and_record(refusal: &Refusal) -> ExitCode {
     error_file::record_refusal(refusal);
     refuse(refusal)
 }
 
-/// Runs the workers of a command. `create` makes the directory of the run, given its id and, if the job may have
-/// several nodes, the place of this node.
-pub(super) async fn run_workers(
-    spec: &ResolvedCommand,
-    place: Place<'_>,
-    mut signals: Signals,
-    create: impl FnOnce(&ResolvedCommand, &str, Option<NodePlace>, Option<Entry>) -> Result<RunDir, Refusal>,
-) -> Result<Ending, Refusal> {
-    let planned = spec.clone();
-    let planning =
-        off_this_thread(move || affinities(&planned).map_err(|reason| Refusal::new(ExitCode::Usage, reason)));
-    let affinities = signals.unless_stopped(AT_START, notify, planning).await?;
-    let work = work::of_command(spec, place.spec());
-    let mut group = place.first_attempt(work, workload::command::launch(spec), &mut signals).await?;
-    // All nodes use the same run id, whenever they join.
-    let spec = ResolvedCommand { run_id: Some(group.run_id.clone()), ..spec.clone() };
-    let place_in_group = group.may_have_peers().then_some(group.place());
-    let run = match create(&spec, &group.run_id, place_in_group, group.entry.take()) {
-        Ok(run) => run,
-        Err(refusal) => {
-            group.refuse(&refusal).await;
-            return Err(refusal);
-        }
-    };
-    let logs = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
-    let interface = place.spec().and_then(|spec| Interface::of_node(spec, &group.address));
-    let plan = CommandPlan { spec: &spec, affinities, base: place.base, interface };
-    let ending = driver::run_command(plan, run, group, signals).await.map_err(|error| failed(&error))?;
-    Ok(Ending { logs, ..ending })
-}
-
-fn affinities(spec: &ResolvedCommand) -> Result<Vec<Affinity>, String> {
-    let allowed = rustix::thread::sched_getaffinity(None);
-    let allowed = allowed.map_err(|error| format!("failed to read the CPU affinity: {error}"))?;
-    // Loading NVML is slow, and only a binding needs the GPUs.
-    let gpus = if spec.binding.is_some() { devices::gpu_addresses() } else { Vec::new() };
-    affinity::plan(spec.binding, spec.nproc, &gpus, Path::new("/sys"), &allowed)
-}
-
 fn failed(error: &std::io::Error) -> Refusal {
     Refusal::new(ExitCode::Internal, format!("failed to run the job: {}", system_errors::describe(error)))
-}
-
-/// Resolves and validates everything that does not need the tokens of the data.
-pub(super) fn prepare(
-    launch: &Launch,
-    fill_in: impl FnOnce(&mut JobSpec) -> Result<(), FillInError>,
-) -> Result<(JobSpec, Placement), Refusal> {
-    let mut spec = load(launch, fill_in)?;
-    let placement = devices::place(&spec, &Node::inspect())?;
-    // All ranks compare the digest of the description, so it must contain the actual number of workers.
-    spec.launch.nproc = Some(placement.workers);
-    Ok((spec, placement))
-}
-
-/// Returns the job description from all layers of configuration and the data that it names, not yet placed on devices.
-pub(super) fn load(
-    launch: &Launch,
-    fill_in: impl FnOnce(&mut JobSpec) -> Result<(), FillInError>,
-) -> Result<JobSpec, Refusal> {
-    let mut overrides = Override::from_environment(std::env::vars());
-    let flag = |key: &str, value: String, source: String| Override {
-        key: key.into(),
-        value,
-        source,
-        layer: Layer::Flags,
-    };
-    for argument in &launch.set {
-        overrides.push(Override::from_flag(argument)?);
-    }
-    if let Some(nproc) = launch.nproc {
-        overrides.push(flag("launch.nproc", nproc.to_string(), format!("--nproc {nproc}")));
-    }
-    if let Some(resume) = &launch.resume {
-        overrides.push(flag("checkpoint.resume", format!("{resume:?}"), format!("--resume={resume}")));
-    }
-    let loaded = config::load(&launch.config, &overrides)?;
-    loaded.warnings.iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
-    let (mut spec, sources) = (loaded.spec, loaded.sources);
-    fill_in(&mut spec).map_err(|error| match error {
-        FillInError::Invalid(invalid) => sources.error(&invalid).into(),
-        FillInError::Refused(refusal) => refusal,
-    })?;
-    // The filled-in values must obey the same rules.
-    spec.check().map_err(|invalid| sources.error(&invalid))?;
-    Ok(spec)
 }
 
 /// Prints why nothing was started. A stop and a job that is already done are not errors.

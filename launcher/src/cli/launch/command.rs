@@ -1,0 +1,90 @@
+//! Launches of commands.
+
+use std::path::Path;
+
+use xlaunch_agent::base_environment::BaseEnvironment;
+use xlaunch_agent::driver;
+use xlaunch_agent::ending::Ending;
+use xlaunch_agent::registry::Entry;
+use xlaunch_agent::resolved_command::{self, CommandSpec, ResolvedCommand};
+use xlaunch_agent::run_dir::{NodePlace, RunDir};
+use xlaunch_agent::work;
+use xlaunch_agent::workload::command::{self, CommandPlan};
+use xlaunch_cluster::nodes::Nodes;
+use xlaunch_host::devices::{self, Node};
+use xlaunch_host::network::Interface;
+use xlaunch_host::signals::Signals;
+use xlaunch_host::spawn::affinity::{self, Affinity};
+use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::refusal::Refusal;
+
+use super::{AT_START, Place, failed, notify, off_this_thread, refuse, refuse_and_record, report_and_exit};
+use crate::cli::piped_script;
+
+/// Runs a command in the foreground, on one of the nodes of `group` if there is one.
+pub(in crate::cli) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> ExitCode {
+    let mut signals = match Signals::listen(&command::stop_signals(&spec.signals)) {
+        Ok(signals) => signals,
+        Err(refusal) => return refuse(&refusal),
+    };
+    let resolving = off_this_thread(move || {
+        let mut spec = spec;
+        let script = piped_script::read(&mut spec)?;
+        let command = resolved_command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect)?;
+        let name = script.as_ref().map_or(command.name.clone(), |script| script.name.to_owned());
+        Ok((ResolvedCommand { name, ..command }, script))
+    });
+    // The workers read the script for as long as it is in scope.
+    let (command, _script) = match signals.unless_stopped(AT_START, notify, resolving).await {
+        Ok(command) => command,
+        Err(refusal) => return refuse(&refusal),
+    };
+    if command.flight_recorder && command.logs.dir.is_none() {
+        let message = "--flight-recorder needs --log-dir: without it, the dumps are removed with the logs";
+        return refuse(&Refusal::new(ExitCode::Usage, message));
+    }
+    let place = Place { base: &BaseEnvironment::Own, group, declared: None };
+    match run_workers(&command, place, signals, RunDir::for_command).await {
+        Ok(ending) => report_and_exit(&ending),
+        Err(refusal) => refuse_and_record(&refusal),
+    }
+}
+
+/// Runs the workers of a command. `create` makes the directory of the run, given its id and, if the job may have
+/// several nodes, the place of this node.
+pub(in crate::cli) async fn run_workers(
+    spec: &ResolvedCommand,
+    place: Place<'_>,
+    mut signals: Signals,
+    create: impl FnOnce(&ResolvedCommand, &str, Option<NodePlace>, Option<Entry>) -> Result<RunDir, Refusal>,
+) -> Result<Ending, Refusal> {
+    let planned = spec.clone();
+    let planning =
+        off_this_thread(move || affinities(&planned).map_err(|reason| Refusal::new(ExitCode::Usage, reason)));
+    let affinities = signals.unless_stopped(AT_START, notify, planning).await?;
+    let work = work::of_command(spec, place.spec());
+    let mut group = place.first_attempt(work, command::launch(spec), &mut signals).await?;
+    // All nodes use the same run id, whenever they join.
+    let spec = ResolvedCommand { run_id: Some(group.run_id.clone()), ..spec.clone() };
+    let place_in_group = group.may_have_peers().then_some(group.place());
+    let run = match create(&spec, &group.run_id, place_in_group, group.entry.take()) {
+        Ok(run) => run,
+        Err(refusal) => {
+            group.refuse(&refusal).await;
+            return Err(refusal);
+        }
+    };
+    let logs = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
+    let interface = place.spec().and_then(|spec| Interface::of_node(spec, &group.address));
+    let plan = CommandPlan { spec: &spec, affinities, base: place.base, interface };
+    let ending = driver::run_command(plan, run, group, signals).await.map_err(|error| failed(&error))?;
+    Ok(Ending { logs, ..ending })
+}
+
+fn affinities(spec: &ResolvedCommand) -> Result<Vec<Affinity>, String> {
+    let allowed = rustix::thread::sched_getaffinity(None);
+    let allowed = allowed.map_err(|error| format!("failed to read the CPU affinity: {error}"))?;
+    // Loading NVML is slow, and only a binding needs the GPUs.
+    let gpus = if spec.binding.is_some() { devices::gpu_addresses() } else { Vec::new() };
+    affinity::plan(spec.binding, spec.nproc, &gpus, Path::new("/sys"), &allowed)
+}
