@@ -4,7 +4,7 @@
 //! ```text
 //! exits (pidfds), calls (gRPC), signals, deadlines --events--> Job (pure) --actions--> start, signal, kill, notify
 //! ```
-//! - `group`: messages from and to the coordinator of the job's nodes;
+//! - `events`: what happens to the job; `group`: messages from and to the coordinator of the job's nodes;
 //! - `attempt`: the processes of one attempt; `next_attempt`: processes that wait for it to end; `preload`: the process
 //!   that forks workers, if there is one; `evidence`: evidence about a failure; `hang`: evidence about hanging ranks,
 //!   and their end; `terminal`: workers that use the terminal.
@@ -13,6 +13,7 @@
 //!   empty before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
 
 mod attempt;
+mod events;
 mod evidence;
 mod group;
 mod hang;
@@ -35,7 +36,6 @@ use xlaunch_spec::exit::ExitCode;
 
 use crate::ending::{Ending, Evidence};
 use crate::python::preload::Preloader;
-use crate::rendezvous::message::Message;
 use crate::rendezvous::peers::Peers;
 use crate::run_dir::RunDir;
 use crate::state::{Action, Event, Job};
@@ -44,17 +44,16 @@ use crate::waiting::{Group, Queries};
 use crate::workload::Workload;
 use crate::workload::command::{CommandPlan, CommandWorkload};
 use crate::workload::trainer::{TrainerPlan, TrainerWorkload, TrainingResults};
-use attempt::{Attempt, StartedWorker, WorkerExit};
+use attempt::{Attempt, WorkerExit};
 use group::Membership;
 use hang::Examined;
 use xlaunch_cluster::Assignment;
 use xlaunch_host::clock;
-use xlaunch_host::process::Process;
-use xlaunch_host::signals::{SignalRequest, Signals};
+use xlaunch_host::signals::Signals;
 use xlaunch_host::spawn::reaper::Reaper;
 use xlaunch_host::spawn::terminal::{Relayed, Terminal};
 use xlaunch_host::spawn::{
-    Exit, Spawner, adopt_orphans, check_system_calls, raise_open_file_limit, reap_orphans, sys,
+    Spawner, adopt_orphans, check_system_calls, raise_open_file_limit, reap_orphans, sys,
 };
 
 /// Maximum number of queued calls that are handled before an exit.
@@ -376,90 +375,6 @@ impl Driver<'_> {
 
     fn publish_state(&self) {
         self.board.send_modify(|board| board.set_state(self.job.state()));
-    }
-
-    fn exited(&mut self, exited: WorkerExit) -> Option<Event> {
-        let WorkerExit { pid, rank, exit } = exited;
-        if !self.attempt.has(rank, pid) {
-            self.next_exited(exited);
-            return None;
-        }
-        let oom = self.attempt.is_out_of_memory(rank, exit).then_some(Event::OomKilled { rank });
-        let is_first_failure = self.job.state() == JobState::Running && exit != Exit::Code(0);
-        let progress =
-            is_first_failure.then(|| self.workload.read_heartbeats(&self.board, Instant::now())).flatten();
-        for event in oom.into_iter().chain(self.symptom(rank, exit)).chain(progress) {
-            // The job only remembers these events, to judge the exit.
-            self.job.handle(event, Instant::now());
-        }
-        self.workload.worker_exited(rank);
-        self.attempt.exited(rank, exit);
-        let text = if self.workload.program().is_some() { exit.of_command() } else { exit.to_string() };
-        self.board.send_modify(|board| board.exited(rank, text));
-        Some(Event::Exited { rank, exit })
-    }
-
-    fn message(&mut self, message: Message) -> Vec<Event> {
-        let event = match message {
-            Message::Stop(by) => {
-                self.notify(&format!("stop requested by {by}"));
-                self.membership.request_stop(None);
-                None
-            }
-            Message::Signal(signal) => {
-                // Same as for a signal that xlaunch forwards: the job continues, so its state does not change.
-                Signal::from_named_raw(signal)
-                    .map(SignalRequest::Forward)
-                    .and_then(|it| self.signal_request(it))
-            }
-            other => {
-                let message = self.membership.of_local_rank(other);
-                message.and_then(|message| self.workload.message(message, &self.job, &self.board))
-            }
-        };
-        let killed = match event {
-            Some(Event::SessionClosed { rank }) => self.killed(rank),
-            _ => Vec::new(),
-        };
-        event.into_iter().chain(killed).collect()
-    }
-
-    /// Finds out whether a worker that has closed its session is being killed. A process closes its connections before
-    /// it releases its GPU, so this is known well before its exit.
-    fn killed(&mut self, rank: u32) -> Vec<Event> {
-        let killed_by = |started: &StartedWorker| Process::killed_by(started.worker.pid);
-        let Some(signal) = self.attempt.process(rank).and_then(killed_by) else { return Vec::new() };
-        self.attempt.dying(rank);
-        // The kernel counts an OOM kill before it kills the process.
-        let is_out_of_memory = self.attempt.is_out_of_memory(rank, Exit::Signal(signal));
-        let oom = is_out_of_memory.then_some(Event::OomKilled { rank });
-        oom.into_iter().chain([Event::Killed { rank, signal }]).collect()
-    }
-
-    fn signal_request(&mut self, request: SignalRequest) -> Option<Event> {
-        match request {
-            SignalRequest::Stop(signal) => self.membership.request_stop(Some(signal)),
-            SignalRequest::Forward(signal) => {
-                if !self.workload.takes_signal(signal, &self.job) {
-                    self.attempt.forward(signal);
-                }
-            }
-            SignalRequest::Suspend => self.suspend(),
-            SignalRequest::Resume => {
-                self.preloader.iter().for_each(Preloader::resume);
-                self.attempt.resume();
-            }
-        }
-        None
-    }
-
-    /// Stops all processes, then this one, until SIGCONT.
-    fn suspend(&mut self) {
-        self.terminal.revoke();
-        match &self.preloader {
-            Some(preloader) if self.job.state() == JobState::Starting => preloader.suspend(),
-            _ => self.attempt.suspend(),
-        }
     }
 
     /// Adds to the ending what the driver has collected.

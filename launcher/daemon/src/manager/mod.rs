@@ -7,8 +7,8 @@
 //! Commands are refused and no jobs are started while the journal cannot be written. Events that have already happened,
 //! such as the end of a job, are applied nevertheless, and the journal is rewritten as soon as the disk permits.
 //!
-//! `execute` runs commands; `starts` and `ends` are about the beginning and the end of a job, `recovery` about the jobs of
-//! an earlier daemon, `examination` about checks of GPUs. `records` writes the journal, and `publish` the view.
+//! `execute` runs commands; `starts` and `ends` are about the beginning and the end of a job, `recovery` about the jobs
+//! of an earlier daemon, `examination` about checks of GPUs. `records` writes the journal, and `publish` the view.
 
 mod ends;
 mod examination;
