@@ -1,5 +1,5 @@
-//! Names of models on the Hugging Face Hub. This trainer downloads nothing, but recognises a name that was given
-//! instead of a path.
+//! Names of models on the Hugging Face Hub, and directories of its cache. This trainer downloads nothing, but
+//! recognises a name or such a directory that was given instead of a path.
 
 use std::path::Path;
 
@@ -22,6 +22,20 @@ pub(crate) fn missing(path: &Path) -> String {
         ),
         None => "it does not exist".into(),
     }
+}
+
+/// Says that a directory has no model of any kind and, if it is that of a model in the hub's cache, where the model is.
+pub(crate) fn no_model(path: &Path) -> String {
+    let snapshots = path.join("snapshots");
+    let hint = if snapshots.is_dir() {
+        format!("; in the cache of Hugging Face's hub, a model is a directory in {}", snapshots.display())
+    } else {
+        String::new()
+    };
+    format!(
+        "neither a checkpoint, nor a directory of checkpoints, nor a run's directory with checkpoints, nor a model in \
+         Hugging Face's layout with a config.json{hint}"
+    )
 }
 
 #[cfg(test)]

@@ -225,11 +225,7 @@ fn no_threads(error: impl std::fmt::Display) -> Refusal {
 }
 
 fn not_a_model(path: &Path) -> Refusal {
-    let message = format!(
-        "{} is neither a checkpoint, nor a directory of checkpoints, nor a run's directory with checkpoints, nor a \
-         model in Hugging Face's layout with a config.json",
-        path.display()
-    );
+    let message = format!("{} is {}", path.display(), hub::no_model(path));
     Refusal { exit: ExitCode::Usage, message }
 }
 

@@ -87,7 +87,13 @@ impl Weights {
         if !path.is_dir() {
             return Ok(Self::File(path.into()));
         }
-        let (path, _) = directory::locate(path)?;
+        let (path, _) = directory::locate(path).map_err(|error| match error {
+            CheckpointError::None { path } => {
+                let reason = format!("it is {}", hub::no_model(&path));
+                WorkerError::from(ModelError::Read { path, reason })
+            }
+            error => error.into(),
+        })?;
         let state = directory::state(&path)?;
         state.model.check().map_err(|invalid| CheckpointError::Damaged {
             path: path.clone(),

@@ -103,6 +103,20 @@ fn file_of_a_model_is_refused_with_its_directory() {
 }
 
 #[test]
+fn directory_of_the_hubs_cache_is_refused_with_that_of_its_snapshots() {
+    let dir = tempfile::tempdir().unwrap();
+    let snapshots = dir.path().join("snapshots");
+    fs::create_dir_all(snapshots.join("0123abcd")).unwrap();
+    let [(exit, of_training), (_, of_generating)] =
+        [train_from(dir.path(), &shapes()[0]), generate_from(dir.path())];
+    assert_eq!(exit, ExitCode::Data);
+    for message in [of_training, of_generating] {
+        let expected = format!("a model is a directory in {}", snapshots.display());
+        assert!(message.contains("neither a checkpoint") && message.ends_with(&expected), "{message}");
+    }
+}
+
+#[test]
 fn adapter_beside_a_model_is_noted() {
     let dir = tempfile::tempdir().unwrap();
     let (saved, _) = checkpoint(&dir.path().join("a"), &shapes()[0]);
