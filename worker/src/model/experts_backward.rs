@@ -44,8 +44,8 @@ impl Model {
         let dweights = self.own_sums(dweights, progress)?;
         let dx = self.router_backward(pass, index, choices, x, &dweights)?;
         let weight = |shape, dy: &Tensor, x: &Tensor, weight: &Range<usize>| {
-            let (dw, acc) = (pass.gradient(weight), pass.acc);
-            backend.run(GroupedBackwardWeight { shape, offsets, dy: dy.all(), x: x.all(), dw, acc })
+            let Some(dw) = pass.gradient(weight) else { return Ok(()) };
+            backend.run(GroupedBackwardWeight { shape, offsets, dy: dy.all(), x: x.all(), dw, acc: pass.acc })
         };
         let input = |shape, dy: &Tensor, w: &Range<usize>, dx: Slice<'_>| {
             backend.run(GroupedBackwardInput { shape, offsets, dy: dy.all(), w: self.param(w), dx })
@@ -98,8 +98,9 @@ impl Model {
             return Ok(dx);
         };
         // It is not trained by gradients, but its place in the arena may hold those of other parameters.
-        if let Some(bias) = &self.layout.blocks[index].router_bias {
-            backend.zero(pass.gradient(bias))?;
+        let bias = self.layout.blocks[index].router_bias.as_ref();
+        if let Some(gradient) = bias.and_then(|bias| pass.gradient(bias)) {
+            backend.zero(gradient)?;
         }
         let Factors { balance, z, ranks, micro_steps } = routing.factors;
         let dlogits = self.activation(tokens * shape.outputs)?;
@@ -121,8 +122,9 @@ impl Model {
             dlogits: dlogits.all(),
         })?;
         routing.add_balance(backend, losses.all(), part)?;
-        let (dw, acc) = (pass.gradient(router), pass.acc);
-        backend.run(LinearBackwardWeight { shape, dy: dlogits.all(), x: x.all(), dw, acc })?;
+        if let Some(dw) = pass.gradient(router) {
+            backend.run(LinearBackwardWeight { shape, dy: dlogits.all(), x: x.all(), dw, acc: pass.acc })?;
+        }
         backend.run(LinearBackwardInput { shape, dy: dlogits.all(), w: self.param(router), dx: dx.all() })?;
         Ok(dx)
     }

@@ -47,19 +47,18 @@ impl<'a> Pass<'a> {
     ) -> LayerBackward<'a> {
         let shape = Model::linear_shape(self.rows, inputs, outputs);
         let Self { grads, acc, .. } = self;
-        let dw = self.discarded.is_none().then(|| grads.slice(layer.weight.clone()));
+        let dw = self.gradient(&layer.weight);
         LayerBackward { shape, layer, x, dy, dw, grads, acc }
     }
 
-    /// Returns the gradient of a parameter that is trained.
-    pub(super) fn gradient(self, param: &Range<usize>) -> Slice<'a> {
-        self.grads.slice(param.clone())
+    /// Returns the gradient of a parameter; `None` if it is frozen.
+    pub(super) fn gradient(self, param: &Range<usize>) -> Option<Slice<'a>> {
+        self.discarded.is_none().then(|| self.grads.slice(param.clone()))
     }
 
     /// Returns the gradient of a layer's bias, if it has one that is trained.
     pub(super) fn bias(self, layer: &Linear) -> Option<Slice<'a>> {
-        let bias = layer.bias.as_ref().filter(|_| self.discarded.is_none());
-        bias.map(|bias| self.grads.slice(bias.clone()))
+        self.gradient(layer.bias.as_ref()?)
     }
 
     /// Returns the gradients of one or two vectors of parameters.

@@ -167,10 +167,10 @@ impl ExpertLoad {
 
 impl Model {
     /// Sets the losses that balance the experts in steps of this job on this number of ranks, and the rate of their
-    /// biases. Without this call there are no losses, and biases stay constant.
+    /// biases. Without this call, and for routers that are frozen, there are no losses, and biases stay constant.
     #[must_use]
     pub fn with_routing(mut self, train: &TrainSection, ranks: usize) -> Self {
-        if let Some(routing) = &mut self.routing {
+        if let Some(routing) = self.routing.as_mut().filter(|_| !self.layout.is_frozen()) {
             let (balance, z) = (narrow(train.router_aux_loss_coef), narrow(train.router_z_loss_coef));
             routing.factors = Factors { balance, z, ranks, micro_steps: train.accumulate };
             routing.bias_rate = narrow(train.router_bias_rate);

@@ -164,8 +164,9 @@ impl Model {
         })?;
         let shape = LinearShape { rows, inputs: self.shape.dim, outputs: 1 };
         let (dy, dx) = (dlogits.all(), self.activation(x.len())?);
-        let (dw, acc) = (pass.gradient(range), pass.acc);
-        backend.run(LinearBackwardWeight { shape, dy, x: x.all(), dw, acc })?;
+        if let Some(dw) = pass.gradient(range) {
+            backend.run(LinearBackwardWeight { shape, dy, x: x.all(), dw, acc: pass.acc })?;
+        }
         backend.run(LinearBackwardInput { shape, dy, w: self.param(range), dx: dx.all() })?;
         Ok(dx)
     }

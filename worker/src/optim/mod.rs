@@ -292,13 +292,15 @@ impl AdamW {
         collective.wait(Wait::All)
     }
 
-    /// Sets the biases of the model's routers to those in the masters of all ranks. Every rank calls it.
+    /// Sets the biases of the model's routers to those in the masters of all ranks, unless they are frozen. Every rank
+    /// calls it.
     pub fn gather_router_biases(
         &self,
         model: &Model,
         collective: &mut dyn Collective,
     ) -> crate::error::Result<()> {
-        let Some(biases) = model.routing.as_ref().and_then(Routing::biases) else { return Ok(()) };
+        let trained = model.routing.as_ref().filter(|_| !model.layout.is_frozen());
+        let Some(biases) = trained.and_then(Routing::biases) else { return Ok(()) };
         let [masters, ..] = self.state(model);
         self.backend.zero(biases.all())?;
         for [own, stored] in &self.router_biases {
@@ -333,8 +335,12 @@ impl AdamW {
     }
 }
 
-/// Returns the ranges of the biases of routers that are in this rank's shard, and their places there.
+/// Returns the ranges of the biases of routers that are in this rank's shard, and their places there; nothing if they
+/// are frozen.
 fn own_router_biases(model: &Model, sharding: &Sharding) -> Vec<[Range<usize>; 2]> {
+    if model.layout.is_frozen() {
+        return Vec::new();
+    }
     let parts = |(layer, bias): (usize, &Range<usize>)| {
         let (first, bias) = (layer * model.shape.experts, bias.clone());
         let part = move |bucket: &Range<usize>| {

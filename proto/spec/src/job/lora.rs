@@ -20,6 +20,7 @@ pub struct LoraSection {
     /// Adapted layers of every block: "all-linear", or names from "q", "k", "v", "o" (attention), "gate", "up" and
     /// "down" (feed-forward). Models whose files fuse matrices have one adapter for each: "qkv" (GPT-2, Phi 3,
     /// GPT-NeoX) and "gate_up" (Phi 3). The names in Hugging Face's models, such as "q_proj" or "c_attn", work as well.
+    /// In models with experts, only attention has adapters.
     #[serde(deserialize_with = "one_or_more::deserialize")]
     #[cfg_attr(feature = "schema", schemars(with = "one_or_more::OneOrMore"))]
     pub targets: Vec<String>,
@@ -84,7 +85,8 @@ const ALIASES: [(&str, &str); 17] = [
 ];
 
 impl Module {
-    /// Returns all modules of a block: one for each linear layer of Hugging Face's model.
+    /// Returns all modules of a block: one for each linear layer of Hugging Face's model; in a model with experts, only
+    /// those of attention.
     pub fn all(shape: &ModelShape) -> Vec<Self> {
         let (queries, keys) = (shape.attention_width(), shape.kv_heads * shape.head_dim);
         let mut modules = Vec::new();
@@ -97,6 +99,9 @@ impl Module {
             add("v", Layer::Qkv, queries + keys..queries + 2 * keys);
         }
         add("o", Layer::Proj, 0..shape.dim);
+        if shape.experts > 0 {
+            return modules;
+        }
         match (shape.gated, shape.arch) {
             (true, Arch::Phi3) => add("gate_up", Layer::Fc, 0..2 * shape.ffn),
             (true, _) => {
@@ -142,10 +147,6 @@ impl LoraSection {
     /// # Errors
     /// If a target is not a module of the model.
     pub fn modules(&self, shape: &ModelShape) -> Result<Vec<Module>, Invalid> {
-        if shape.experts > 0 {
-            let problem = "adapters of a model with experts are not supported";
-            return Err(Invalid::new("lora.rank", problem.into(), "0, or model.experts = 0".into()));
-        }
         let mut modules = Module::all(shape);
         let unknown = |target: &&String| !modules.iter().any(|module| module.is_target(target));
         if let Some(target) = self.targets.iter().find(unknown) {
@@ -207,6 +208,10 @@ impl LoraSection {
             let problem = "adapters are trained with AdamW only: Muon is for whole matrices";
             return invalid("train.optimizer", problem, "\"adamw\" with lora.rank above 0");
         }
+        if spec.comm.experts > 1 {
+            let problem = "with adapters, every rank has all weights of the model";
+            return invalid("comm.experts", problem, "1 with lora.rank above 0");
+        }
         if spec.comm.shard >= Shard::Optimizer {
             let problem =
                 "adapters are too small to be sharded, and every rank needs all weights of the model";
@@ -233,6 +238,7 @@ mod tests {
         assert_eq!(names(Arch::Gpt2, &["all-linear"]).unwrap(), "qkv o up down");
         assert_eq!(names(Arch::Phi3, &["all-linear"]).unwrap(), "qkv o gate_up down");
         assert_eq!(names(Arch::Qwen3, &["v", "q_proj"]).unwrap(), "q v");
+        assert_eq!(names(Arch::Mixtral, &["all-linear"]).unwrap(), "q k v o");
         assert_eq!(names(Arch::Gpt2, &["c_attn", "c_proj"]).unwrap(), "qkv o down");
         assert_eq!(names(Arch::GptNeoX, &["query_key_value", "dense"]).unwrap(), "qkv o");
         let error = names(Arch::Gpt2, &["q"]).unwrap_err();

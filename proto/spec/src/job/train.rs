@@ -29,7 +29,8 @@ pub struct TrainSection {
     pub classifier_chunk: usize,
     /// Factor of the load-balancing loss of a model with experts, which is added to the loss: in each layer, the number
     /// of experts times the sum over experts of their share of the choices times their mean score. 1 is a balanced
-    /// load. The shares are those of a micro-step of all ranks. 0 turns it off.
+    /// load. The shares are those of a micro-step of all ranks. 0 turns it off. Has no effect with `lora.rank`, which
+    /// freezes routers, nor have the next two.
     pub router_aux_loss_coef: f64,
     /// Factor of the z loss of a model with experts, which is added to the loss: in each layer, the mean square of the
     /// logarithm of the sum of the exponentials of the router's logits. It keeps them small. 0 turns it off.
