@@ -29,6 +29,9 @@ pub(super) struct Eval {
     /// Evaluate only the first N tokens of the data, rounded up to whole windows
     #[arg(long, value_name = "N", requires = "data", value_parser = clap::value_parser!(u64).range(1..))]
     tokens: Option<u64>,
+    /// Tokens per window of the data; default: as many as the model's context has
+    #[arg(long, value_name = "T", requires = "data", value_parser = clap::value_parser!(u32).range(1..))]
+    seq: Option<u32>,
     /// File with HellaSwag questions in llm.c's format
     #[arg(long, value_name = "FILE", group = "task")]
     hellaswag: Option<PathBuf>,
@@ -45,6 +48,7 @@ pub(super) async fn run(options: Eval) -> Result<ExitCode, QueryError> {
         adapter: options.adapter,
         data: options.data,
         tokens: options.tokens,
+        seq: options.seq.map(|seq| seq as usize),
         hellaswag: options.hellaswag,
         device: options.device.device(),
         precision: options.device.precision(),

@@ -226,6 +226,11 @@ fn eval_gives_the_validation_loss_of_training() {
     close("bits_per_byte", loss / std::f64::consts::LN_2);
     let part = eval(&["--data", "text/*.txt", "--tokens", "100"]);
     assert!(part.stdout.contains("tokens          128\n"), "{part:?}");
+    let shorter = eval(&["--data", "text/*.txt", "--seq", "16", "--json"]);
+    let shorter: Value = serde_json::from_str(&shorter.stdout).unwrap();
+    let [shorter, whole] = [&shorter, &found].map(|json| json["data"]["loss"].as_f64().unwrap());
+    assert!(shorter > whole, "with less to go by, the loss is {shorter} instead of {whole}");
+    assert_eq!(eval(&["--data", "text/*.txt", "--seq", "100000"]).code, 2);
     assert_eq!(eval(&[]).code, 2);
     assert_eq!(eval(&["--data", "nothing/*.txt"]).code, 65);
     assert_eq!(eval(&["--hellaswag", "text/a.txt"]).code, 65);

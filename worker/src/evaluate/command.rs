@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use xlaunch_data::Tokenizer;
+use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
+use xlaunch_spec::model::Positions;
 
 use super::hellaswag::{self, Score};
 use super::{Held, Loss, loss};
@@ -21,6 +23,8 @@ pub struct Command {
     pub data: Option<String>,
     /// Minimum number of tokens to evaluate; `None` evaluates all.
     pub tokens: Option<u64>,
+    /// Tokens per window of the data; `None`: as many as the model's context has.
+    pub seq: Option<usize>,
     /// HellaSwag questions.
     pub hellaswag: Option<PathBuf>,
     /// Device to compute on.
@@ -44,10 +48,20 @@ pub fn run(
     note: &mut dyn FnMut(&str),
     interrupted: &dyn Fn() -> bool,
 ) -> Result<Results, Refusal> {
-    let source = Source::find(&command.model)?.with_adapter(command.adapter.as_deref())?;
+    let mut source = Source::find(&command.model)?.with_adapter(command.adapter.as_deref())?;
     source.notes.iter().for_each(|line| note(line));
+    let context = source.shape.seq;
+    let seq = command.seq.unwrap_or(context);
+    if seq > context {
+        let message = format!("--seq {seq} is longer than the model's context of {context} tokens");
+        return Err(Refusal::new(ExitCode::Usage, message));
+    }
+    // Some rotary embeddings depend on the length.
+    if command.hellaswag.is_none() && source.shape.positions == Positions::Rotary {
+        source.shape.seq = seq;
+    }
     // Open both before reading the weights.
-    let open = |data: &String| Held::open(data, &source.shape, source.tokenizer.as_ref());
+    let open = |data: &String| Held::open(data, &source.shape, seq, source.tokenizer.as_ref());
     let held = command.data.as_ref().map(open).transpose()?;
     let questions = command.hellaswag.as_deref().map(hellaswag::read).transpose()?;
     if questions.is_some()

@@ -1,7 +1,7 @@
 //! `xlaunch eval`: measures how well a trained model predicts text that it has not seen.
 //!
-//! The loss is the mean over consecutive windows of the length of the model's context, from the start of the data, as
-//! during training. Bits per byte of text make models with different tokenizers comparable.
+//! The loss is the mean over consecutive windows, by default of the length of the model's context, from the start of
+//! the data, as during training. Bits per byte of text make models with different tokenizers comparable.
 //!
 //! It runs in the launcher's own process, like [`crate::generate`].
 
@@ -30,6 +30,8 @@ const BATCH_TOKENS: usize = 8192;
 #[derive(Debug)]
 pub struct Held {
     rows: Mixture,
+    /// Tokens per window.
+    seq: usize,
     /// Bytes of text per token, if known.
     bytes_per_token: Option<f64>,
 }
@@ -47,10 +49,15 @@ pub struct Loss {
 
 impl Held {
     /// Opens the validation split of a prepared directory, or files: text for a byte-level model, otherwise token
-    /// files.
-    pub fn open(data: &str, shape: &ModelShape, tokenizer: Option<&Tokenizer>) -> Result<Self, Refusal> {
+    /// files. Windows have `seq` tokens.
+    pub fn open(
+        data: &str,
+        shape: &ModelShape,
+        seq: usize,
+        tokenizer: Option<&Tokenizer>,
+    ) -> Result<Self, Refusal> {
         let held = if Path::new(data).is_dir() {
-            Self::prepared(data, shape, tokenizer)?
+            Self::prepared(data, shape, seq, tokenizer)?
         } else {
             let is_bytes = tokenizer.is_some_and(|tokenizer| tokenizer.name() == Tokenizer::bytes().name());
             let format = if is_bytes { Format::Bytes } else { Format::Bin };
@@ -67,14 +74,19 @@ impl Held {
                     }
                     other => other.into(),
                 })?;
-            check_length(&tokens, shape.seq)?;
-            let order = Order::new(tokens.len(), shape.seq, None);
-            Self { rows: (tokens, order).into(), bytes_per_token: is_bytes.then_some(1.0) }
+            check_length(&tokens, seq)?;
+            let order = Order::new(tokens.len(), seq, None);
+            Self { rows: (tokens, order).into(), seq, bytes_per_token: is_bytes.then_some(1.0) }
         };
         Ok(held)
     }
 
-    fn prepared(dir: &str, shape: &ModelShape, tokenizer: Option<&Tokenizer>) -> Result<Self, Refusal> {
+    fn prepared(
+        dir: &str,
+        shape: &ModelShape,
+        seq: usize,
+        tokenizer: Option<&Tokenizer>,
+    ) -> Result<Self, Refusal> {
         let refused = |message: String| Refusal { exit: ExitCode::Data, message };
         let data = |error: DataError| Refusal::from(WorkerError::from(error));
         let prepared = Prepared::open("--data", dir, 1.0).map_err(data)?;
@@ -99,10 +111,10 @@ impl Held {
         let tokens = prepared.val(shape.vocab).map_err(data)?;
         let mode = prepared.default_documents();
         if mode != DocumentMode::Packed {
-            check_length(&tokens, shape.seq)?;
+            check_length(&tokens, seq)?;
         }
-        let plan = RowPlan::evaluation(&tokens, "--data", mode, shape.seq).map_err(data)?;
-        Ok(Self { rows: (tokens, plan).into(), bytes_per_token: prepared.val_bytes_per_token() })
+        let plan = RowPlan::evaluation(&tokens, "--data", mode, seq).map_err(data)?;
+        Ok(Self { rows: (tokens, plan).into(), seq, bytes_per_token: prepared.val_bytes_per_token() })
     }
 }
 
@@ -112,7 +124,10 @@ fn check_length(tokens: &Tokens, seq: usize) -> Result<(), Refusal> {
     if tokens > seq as u64 {
         return Ok(());
     }
-    Err(WorkerError::from(DataError::TooShort { key: "--data".into(), tokens, seq }).into())
+    let message = format!(
+        "--data has {tokens} tokens, fewer than a window of {seq} and the token after it: set a lower `--seq`"
+    );
+    Err(Refusal { exit: ExitCode::Data, message })
 }
 
 /// Computes the loss over all windows or, with `limit`, over as many of the first windows as are needed for that number
@@ -124,7 +139,7 @@ pub fn loss(
     limit: Option<u64>,
     interrupted: &dyn Fn() -> bool,
 ) -> Result<Loss, Refusal> {
-    let seq = model.shape.seq;
+    let seq = held.seq;
     let wanted = limit.map_or(u64::MAX, |tokens| tokens.div_ceil(seq as u64));
     let windows = held.rows.rows().min(wanted);
     let batch = (BATCH_TOKENS / seq).clamp(1, usize::try_from(windows).unwrap_or(usize::MAX));
