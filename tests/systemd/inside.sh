@@ -114,13 +114,10 @@ is_adopted() {
         [ "$(show MainPID "$unit")" = "$agent" ]
 }
 
-# Expects that the daemon adopts the training job within 5 s after the given event, and that training continues.
+# Expects that the daemon adopts the training job after the given event, and that training continues.
 expect_adoption() {
     from=$(date +%s%N)
-    until is_adopted; do
-        [ $(($(date +%s%N) - from)) -lt 5000000000 ] || fail "job $job after $1: $(value "$job" state)"
-        sleep 0.1
-    done
+    until_true "the adoption of job $job after $1" is_adopted
     took=$((($(date +%s%N) - from) / 1000000))
     seen=$(steps)
     until_true "a step of job $job after $1" has_more_steps_than "$seen"
@@ -276,6 +273,7 @@ pid=$(show MainPID)
 sleep 1
 kill -STOP "$pid"
 until_true "a new daemon after SIGSTOP" is_replaced "$pid"
+journalctl --sync
 journalctl --unit $service --no-pager | grep -q "Watchdog timeout" ||
     fail "the daemon was not restarted by the watchdog"
 rm "/run/systemd/system/$service.d/watchdog.conf"
@@ -519,6 +517,7 @@ other=/srv/xlaunch
 sed -i "s|^#state_dir = .*|state_dir = \"$other\"|" /etc/xlaunch/daemon.toml
 systemctl restart $service 2> /dev/null && fail "it starts although it cannot write to its state directory"
 expect "the exit code" 2 "$(show ExecMainStatus)"
+journalctl --sync
 journalctl --unit $service --no-pager | grep -q "failed to use $other as .*create it and .*ReadWritePaths=$other)" ||
     fail "the message does not say how to make $other writable"
 mkdir $other

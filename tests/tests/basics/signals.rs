@@ -13,7 +13,10 @@ xlaunch_harness::tests! {
 
 fn sigtstp_stops_workers_and_sigcont_continues_them() {
     let launch = Launch::new();
-    let script = "echo ready >&2; while [ ! -e go ]; do sleep 0.05; done; echo continued";
+    let fifo = launch.path().join("go");
+    assert!(std::process::Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    // A shell that waits for a program that it is starting, by vfork, is not shown as stopped.
+    let script = "echo ready >&2; read -r _ < go; echo continued";
     let run = launch.spawn_shell(&[], 1, script);
     run.wait_for_stderr("ready");
     let worker = wait_for("a worker", || children(run.pid()).first().copied());
@@ -21,8 +24,8 @@ fn sigtstp_stops_workers_and_sigcont_continues_them() {
     let is_stopped =
         |pid| std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") T "));
     wait_for("launcher and worker to stop", || (is_stopped(worker) && is_stopped(run.pid())).then_some(()));
-    launch.write("go", "");
     run.signal(Signal::CONT);
+    launch.write("go", "\n");
     let run = run.wait();
     assert_eq!((run.code, run.stdout.trim()), (0, "continued"), "{}", run.stderr);
 }
