@@ -83,7 +83,8 @@ impl Prepared {
     pub(crate) fn fill_in(&self, spec: &mut JobSpec) -> Result<(), Invalid> {
         let Manifest { vocab, tokenizer, .. } = &self.manifest;
         if let Some(set) = spec.model.vocab
-            && set < self.required_vocab(set)
+            && let needed = self.required_vocab(set)
+            && set < needed
         {
             return Err(Invalid::new(
                 "model.vocab",
@@ -91,7 +92,7 @@ impl Prepared {
                     "{set} token ids, but {} was prepared with the tokenizer {tokenizer}",
                     self.dir.display()
                 ),
-                format!("at least {}, or no model.vocab", self.required_vocab(set)),
+                format!("at least {needed}, or no model.vocab"),
             ));
         }
         spec.model.vocab.get_or_insert(*vocab);
