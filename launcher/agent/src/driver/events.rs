@@ -1,4 +1,4 @@
-//! What happens to a job, as events for its state machine: exits, messages and signals.
+//! Turns what happens to a job (exits, messages and signals) into events for its state machine.
 
 use std::time::Instant;
 

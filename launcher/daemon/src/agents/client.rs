@@ -1,4 +1,4 @@
-//! Calls of a job's agent.
+//! Calls to a job's agent.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -98,7 +98,7 @@ fn file_of_a_model_is_refused_with_its_directory() {
             assert!(message.contains(&expected), "{message}");
         }
     }
-    // A checkpoint's file of weights is no part of such a model.
+    // A checkpoint's file of weights is not part of such a model.
     Weights::open(&saved.join("model.safetensors")).unwrap().check(shape).unwrap();
 }
 
