@@ -70,11 +70,13 @@ fn srun_alone_starts_a_group_with_ranks_of_slurm_and_no_token() {
 
 fn other_token_is_named_at_once_although_other_ports_refuse() {
     let slurm = Slurm::start(2);
-    // The coordinator waits long, but the other node must not.
+    // The coordinator waits long, but the other node must not. Without `-K`, as Slurm would end the coordinator at once.
     let script = format!("XLAUNCH_TOKEN=the-token-of-node-$SLURM_NODEID exec {} -- true", xlaunch());
-    let run = Process::spawn_inside(slurm.command("srun").args(["-N2", "-K", "sh", "-c", &script])).wait();
-    assert!(run.stderr.contains("its token differs; give all nodes the same"), "{}", run.stderr);
-    assert!(run.stderr.contains("xlaunch: refused a caller at "), "{}", run.stderr);
+    let mut run = Process::spawn_inside(slurm.command("srun").args(["-N2", "sh", "-c", &script]));
+    for said in ["its token differs; give all nodes the same", "xlaunch: refused a caller at "] {
+        wait_for(said, || (run.stderr().contains(said) || !run.is_running()).then_some(()));
+        assert!(run.stderr().contains(said), "{}", run.stderr());
+    }
 }
 
 fn two_jobs_on_the_same_nodes_do_not_disturb_each_other() {
