@@ -70,7 +70,7 @@ fn srun_alone_starts_a_group_with_ranks_of_slurm_and_no_token() {
 
 fn other_token_is_named_at_once_although_other_ports_refuse() {
     let slurm = Slurm::start(2);
-    // The coordinator waits long, but the other node must not. Without `-K`, as Slurm would end the coordinator at once.
+    // The coordinator waits long, but the other node must not. Without `-K`, which would end the coordinator at once.
     let script = format!("XLAUNCH_TOKEN=the-token-of-node-$SLURM_NODEID exec {} -- true", xlaunch());
     let mut run = Process::spawn_inside(slurm.command("srun").args(["-N2", "sh", "-c", &script]));
     for said in ["its token differs; give all nodes the same", "xlaunch: refused a caller at "] {
