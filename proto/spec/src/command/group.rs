@@ -17,7 +17,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{CommandSpecError, MAX_TIMEOUT, at_most, check_text, invalid};
+use super::check::{at_most, check_text, invalid};
+use super::{CommandSpecError, MAX_TIMEOUT};
 
 /// Maximum number of nodes of a job.
 pub const MAX_NODES: u32 = 65_536;

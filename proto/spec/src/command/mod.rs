@@ -6,13 +6,14 @@
 //! The command line is parsed once, where the user typed it. Values that depend on the node that runs the command are
 //! left unresolved: the interpreter of Python programs, and the number of workers for `auto`, `gpu` and `cpu`.
 
+mod check;
 mod group;
 mod os_text;
+mod signal;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::fmt;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,18 +24,12 @@ pub use group::{
     MIN_LOSS_TIMEOUT, NodeCount, Security,
 };
 pub use os_text::quote_line;
+pub use signal::Signal;
 
 /// Version of the serialised form.
 pub const COMMAND_SPEC_VERSION: u32 = 1;
 /// Maximum timeout. It can be added to any instant without overflow.
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
-
-const MAX_ARGUMENTS: usize = 4096;
-/// Maximum total size of the arguments, with their terminating zeros.
-const MAX_ARGUMENT_BYTES: usize = 512 << 10;
-const MAX_FIELD_BYTES: usize = 4096;
-/// Maximum number of entries of each list and map other than the arguments.
-const MAX_ENTRIES: usize = 4096;
 
 /// The restart policy of a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -168,69 +163,6 @@ pub enum Binding {
     CoreComplex,
 }
 
-/// A signal that can terminate a job. Values are Linux signal numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(missing_docs, reason = "named after the signals")]
-pub enum Signal {
-    #[serde(rename = "SIGHUP")]
-    Hup = 1,
-    #[serde(rename = "SIGINT")]
-    Int = 2,
-    #[serde(rename = "SIGQUIT")]
-    Quit = 3,
-    #[serde(rename = "SIGUSR1")]
-    Usr1 = 10,
-    #[serde(rename = "SIGUSR2")]
-    Usr2 = 12,
-    #[serde(rename = "SIGALRM")]
-    Alrm = 14,
-    #[serde(rename = "SIGTERM")]
-    Term = 15,
-    #[serde(rename = "SIGXCPU")]
-    Xcpu = 24,
-}
-
-impl Signal {
-    /// All signals.
-    pub const ALL: [Self; 8] =
-        [Self::Hup, Self::Int, Self::Quit, Self::Usr1, Self::Usr2, Self::Alrm, Self::Term, Self::Xcpu];
-
-    /// Returns the name, such as `SIGTERM`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Hup => "SIGHUP",
-            Self::Int => "SIGINT",
-            Self::Quit => "SIGQUIT",
-            Self::Usr1 => "SIGUSR1",
-            Self::Usr2 => "SIGUSR2",
-            Self::Alrm => "SIGALRM",
-            Self::Term => "SIGTERM",
-            Self::Xcpu => "SIGXCPU",
-        }
-    }
-
-    /// Returns the signal with this name or number.
-    pub fn parse(text: &str) -> Option<Self> {
-        let number = text.parse::<i32>().ok();
-        Self::ALL.into_iter().find(|signal| signal.name() == text || number == Some(*signal as i32))
-    }
-}
-
-impl From<Signal> for rustix::process::Signal {
-    fn from(signal: Signal) -> Self {
-        match signal {
-            Signal::Hup => Self::HUP,
-            Signal::Int => Self::INT,
-            Signal::Quit => Self::QUIT,
-            Signal::Usr1 => Self::USR1,
-            Signal::Usr2 => Self::USR2,
-            Signal::Alrm => Self::ALARM,
-            Signal::Term => Self::TERM,
-            Signal::Xcpu => Self::XCPU,
-        }
-    }
-}
-
 /// Destinations of the output of workers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogOptions {
@@ -331,61 +263,6 @@ impl CommandSpec {
         spec.check()?;
         Ok(spec)
     }
-
-    /// Checks a description that comes from another process: lengths are bounded, and no text contains a zero byte.
-    pub fn check(&self) -> Result<(), CommandSpecError> {
-        if self.nproc == Nproc::Count(0) {
-            return Err(invalid("nproc", "is 0, expected at least 1".into()));
-        }
-        let target = self.program.target();
-        at_most("arguments", "entries", self.arguments.len(), MAX_ARGUMENTS)?;
-        let words = || self.arguments.iter().map(OsString::as_os_str).chain([target]);
-        at_most("arguments", "bytes", words().map(|word| word.len() + 1).sum(), MAX_ARGUMENT_BYTES)?;
-        if words().any(|word| word.as_bytes().contains(&0)) {
-            return Err(invalid("arguments", "have a zero byte".into()));
-        }
-        if target.is_empty() {
-            return Err(invalid("program", "is empty".into()));
-        }
-        let logs = &self.logs;
-        let dir = logs.dir.as_ref().map_or(OsStr::new(""), |dir| dir.as_os_str());
-        check_text("role", self.role.as_ref())?;
-        check_text("run_id", self.run_id.as_deref().unwrap_or_default().as_ref())?;
-        check_text("master_addr", self.master_addr.as_ref())?;
-        check_text("logs.prefix", logs.prefix.as_deref().unwrap_or_default().as_ref())?;
-        check_text("logs.dir", dir)?;
-        for (field, filters) in
-            [("logs.stdout_filters", &logs.stdout_filters), ("logs.stderr_filters", &logs.stderr_filters)]
-        {
-            at_most(field, "entries", filters.len(), MAX_ENTRIES)?;
-            filters.iter().try_for_each(|filter| check_text(field, filter.as_ref()))?;
-        }
-        self.preload.iter().try_for_each(|module| check_text("preload", module.as_ref()))?;
-        if !self.preload.is_empty() && matches!(self.program, Program::Binary(_)) {
-            return Err(invalid("preload", "needs a Python script or module as the program".into()));
-        }
-        for (field, entries) in [
-            ("preload", self.preload.len()),
-            ("signals", self.signals.len()),
-            ("no_restart_codes", self.no_restart_codes.len()),
-            ("requeue_codes", self.requeue_codes.len()),
-            ("logs.redirects", logs.redirects.ranks.len()),
-            ("logs.tee", logs.tee.ranks.len()),
-            ("logs.shown", logs.shown.as_ref().map_or(0, BTreeSet::len)),
-        ] {
-            at_most(field, "entries", entries, MAX_ENTRIES)?;
-        }
-        for (field, timeout) in [
-            ("shutdown_timeout", self.shutdown_timeout),
-            ("stall_timeout", self.stall_timeout),
-            ("hang_timeout", self.hang_timeout.unwrap_or_default()),
-        ] {
-            if timeout > MAX_TIMEOUT {
-                return Err(invalid(field, format!("is longer than {} s", MAX_TIMEOUT.as_secs())));
-            }
-        }
-        Ok(())
-    }
 }
 
 /// Written as the command line of a worker, quoted for a shell, with `python` for the interpreter.
@@ -429,23 +306,6 @@ struct Header {
 struct Versioned<T> {
     version: u32,
     spec: T,
-}
-
-fn check_text(field: &'static str, text: &OsStr) -> Result<(), CommandSpecError> {
-    at_most(field, "bytes", text.len(), MAX_FIELD_BYTES)?;
-    if text.as_bytes().contains(&0) { Err(invalid(field, "has a zero byte".into())) } else { Ok(()) }
-}
-
-fn at_most(field: &'static str, unit: &str, got: usize, limit: usize) -> Result<(), CommandSpecError> {
-    if got > limit {
-        Err(invalid(field, format!("has {got} {unit}, at most {limit} are allowed")))
-    } else {
-        Ok(())
-    }
-}
-
-fn invalid(field: &'static str, problem: String) -> CommandSpecError {
-    CommandSpecError::Invalid { field, problem }
 }
 
 #[cfg(test)]

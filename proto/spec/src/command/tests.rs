@@ -1,5 +1,6 @@
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
+use super::check::{MAX_ARGUMENT_BYTES, MAX_ARGUMENTS, MAX_ENTRIES, MAX_FIELD_BYTES};
 use super::*;
 
 fn spec(words: &[&str]) -> CommandSpec {

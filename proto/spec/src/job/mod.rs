@@ -7,6 +7,7 @@
 //! JSON schema and the configuration reference contain them, next to each key's type and default. So they are plain
 //! text without links, for a reader who knows PyTorch.
 
+mod check;
 mod checkpoint;
 mod comm;
 mod data;
@@ -122,130 +123,6 @@ impl JobSpec {
         Path::new(&self.job.output).join(&self.job.name)
     }
 
-    /// Checks all rules that depend only on the values, and returns the first violation.
-    pub fn check(&self) -> Result<(), Invalid> {
-        let train = &self.train;
-        let at_least_1 = |key, value: usize| match value {
-            0 => Err(Invalid::new(key, "0 is out of range".into(), "at least 1".into())),
-            _ => Ok(()),
-        };
-        if self.launch.nproc == Some(0) {
-            return Err(Invalid::new("launch.nproc", "0 is out of range".into(), "at least 1".into()));
-        }
-        self.job.check_name()?;
-        at_least_1("train.steps", usize::try_from(train.steps).unwrap_or(usize::MAX))?;
-        at_least_1("train.batch", train.batch)?;
-        at_least_1("train.accumulate", train.accumulate)?;
-        at_least_1("train.eval_batches", train.eval_batches)?;
-        if train.patience != 0 && train.eval_every == 0 {
-            return Err(Invalid::new(
-                "train.patience",
-                "early stopping needs evaluations, but train.eval_every = 0 turns them off".into(),
-                "0, or train.eval_every of at least 1".into(),
-            ));
-        }
-        at_least_1("data.train", self.data.train.len())?;
-        data_source::check("data.train", &self.data.train)?;
-        data_source::check("data.val", &self.data.val)?;
-        self.lora.check(self)?;
-        self.check_model()?;
-        positive_in_fp32("train.lr", train.lr)?;
-        positive_in_fp32("train.eps", train.eps)?;
-        self.muon.check()?;
-        self.lr_scale.check(self)?;
-        positive("comm.bucket_mb", self.comm.bucket_mb)?;
-        positive("launch.join_timeout", self.launch.join_timeout)?;
-        within("launch.join_timeout", self.launch.join_timeout, 0.0, 86_400.0)?;
-        within("launch.restart_window", self.launch.restart_window, 0.0, 1e9)?;
-        within("launch.hang_timeout", self.launch.hang_timeout, 0.0, 86_400.0)?;
-        within("launch.shutdown_timeout", self.launch.shutdown_timeout, 0.0, 86_400.0)?;
-        within("launch.shutdown_timeout_max", self.launch.shutdown_timeout_max, 0.0, 86_400.0)?;
-        within("train.min_lr_ratio", train.min_lr_ratio, 0.0, 1.0)?;
-        match train.epochs {
-            Some(epochs) => {
-                positive("train.epochs", epochs)?;
-                within("train.epochs", epochs, 0.0, 1e6)?;
-            }
-            // With epochs, the number of steps is known only with the data.
-            None => self.check_schedule()?,
-        }
-        within("train.beta1", train.beta1, 0.0, 0.999_999)?;
-        within("train.beta2", train.beta2, 0.0, 0.999_999)?;
-        within("train.weight_decay", train.weight_decay, 0.0, 100.0)?;
-        within("train.clip", train.clip, 0.0, f64::MAX)?;
-        within("train.router_aux_loss_coef", train.router_aux_loss_coef, 0.0, 1e6)?;
-        within("train.router_bias_rate", train.router_bias_rate, 0.0, 1.0)?;
-        within("train.router_z_loss_coef", train.router_z_loss_coef, 0.0, 1e6)?;
-        within("data.val_fraction", self.data.val_fraction, 0.0, 0.5)?;
-        within("checkpoint.every_seconds", self.checkpoint.every_seconds, 0.0, 1e9)?;
-        let precision = self.engine.precision;
-        if self.comm.dtype == WireDtype::Bf16 && precision.is_some_and(|p| !p.has_bf16_activations()) {
-            return Err(Invalid::new(
-                "comm.dtype",
-                "bf16 gradients need bf16 activations".into(),
-                "engine.precision = \"bf16\" or \"fp8\"".into(),
-            ));
-        }
-        if self.engine.device == Device::Cpu && self.comm.dtype == WireDtype::Bf16 {
-            return Err(Invalid::new(
-                "comm.dtype",
-                "bf16 gradients need bf16 activations, and the CPU back end supports fp32 only".into(),
-                "\"auto\" or \"fp32\" with engine.device = \"cpu\"".into(),
-            ));
-        }
-        if self.engine.device == Device::Cpu && precision.is_some_and(|p| p != Precision::Fp32) {
-            return Err(Invalid::new(
-                "engine.precision",
-                "the CPU back end supports fp32 only".into(),
-                "\"fp32\" with engine.device = \"cpu\"".into(),
-            ));
-        }
-        Ok(())
-    }
-
-    /// Checks that a decay set by the user fits after the warm-up. The default decay is shortened instead.
-    pub fn check_schedule(&self) -> Result<(), Invalid> {
-        let train = &self.train;
-        let Some(decay) = train.decay_steps.filter(|_| train.schedule == Schedule::Wsd) else {
-            return Ok(());
-        };
-        let (steps, warmup) = (train.steps, train.warmup_steps());
-        if (1..=steps - warmup).contains(&decay) {
-            return Ok(());
-        }
-        let run = match train.epochs {
-            Some(epochs) => format!("{steps} steps, train.epochs = {epochs}"),
-            None => format!("train.steps = {steps}"),
-        };
-        Err(Invalid::new(
-            "train.decay_steps",
-            format!("{decay} steps of decay with {warmup} of warm-up in a run of {run}"),
-            format!("1 to {}", steps - warmup),
-        ))
-    }
-
-    /// Checks the model. Sizes that come from initial weights are checked once they are known.
-    fn check_model(&self) -> Result<(), Invalid> {
-        let model = match self.model.resolve() {
-            Err(_) if self.checkpoint.init.is_some() && self.model.has_open_sizes() => return Ok(()),
-            resolved => resolved?,
-        };
-        self.check_divided_experts(&model)?;
-        sizes::check(self, &model)?;
-        self.lr_scale.check_model(&model)?;
-        if self.lora.is_on() && !self.model.has_open_sizes() {
-            self.lora.modules(&model)?;
-        }
-        if self.data.tokenizer == Tokenizer::Bytes && model.vocab < 256 {
-            return Err(Invalid::new(
-                "model.vocab",
-                format!("{} token ids for the byte tokenizer", model.vocab),
-                "at least 256".into(),
-            ));
-        }
-        Ok(())
-    }
-
     /// Returns the hash that the rendezvous compares. Equal descriptions have equal digests. The number of workers and
     /// their devices, in which nodes may differ, are not included.
     pub fn digest(&self) -> Digest {
@@ -317,45 +194,6 @@ struct Versioned {
     spec: JobSpec,
 }
 
-impl JobSection {
-    /// Checks the name, which is also the name of a directory below `output`.
-    fn check_name(&self) -> Result<(), Invalid> {
-        if self.name.contains(['/', '\0']) || [".", ".."].contains(&self.name.as_str()) {
-            let expected = "a name without `/`, as it is that of a directory in job.output".into();
-            return Err(Invalid::new(
-                "job.name",
-                format!("{:?} cannot be the name of a job", self.name),
-                expected,
-            ));
-        }
-        Ok(())
-    }
-}
-
-fn positive(key: &'static str, value: f64) -> Result<(), Invalid> {
-    if value.is_finite() && value > 0.0 {
-        return Ok(());
-    }
-    Err(Invalid::new(key, format!("{value} is not a positive number"), "a finite number above 0".into()))
-}
-
-/// Checks that a value is positive and finite, also after rounding to fp32, in which the optimizer computes.
-fn positive_in_fp32(key: &'static str, value: f64) -> Result<(), Invalid> {
-    positive(key, value)?;
-    if (f32::MIN_POSITIVE.into()..=f32::MAX.into()).contains(&value) {
-        return Ok(());
-    }
-    Err(Invalid::new(key, format!("{value:e} is out of the range of fp32"), "1.2e-38 to 3.4e38".into()))
-}
-
-fn within(key: &'static str, value: f64, low: f64, high: f64) -> Result<(), Invalid> {
-    if (low..=high).contains(&value) {
-        return Ok(());
-    }
-    let expected = if high == f64::MAX { format!("at least {low}") } else { format!("{low} to {high}") };
-    Err(Invalid::new(key, format!("{value} is out of range"), expected))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -375,51 +213,6 @@ mod tests {
         let mut node = JobSpec::default();
         (node.launch.nproc, node.launch.devices) = (Some(2), vec!["1".into()]);
         assert_eq!(JobSpec::default().digest(), node.digest());
-    }
-
-    #[test]
-    fn check_names_the_key_of_an_invalid_value() {
-        let key = |change: fn(&mut JobSpec)| {
-            let mut spec = JobSpec::default();
-            change(&mut spec);
-            spec.check().unwrap_err().key
-        };
-        assert_eq!(key(|s| s.train.lr = f64::NAN), "train.lr");
-        assert_eq!(key(|s| s.train.batch = 0), "train.batch");
-        assert_eq!(key(|s| s.train.eval_batches = 0), "train.eval_batches");
-        assert_eq!(key(|s| (s.train.patience, s.train.eval_every) = (3, 0)), "train.patience");
-        for name in ["..", ".", "../up", "/etc", "a/b", "a\0"] {
-            let mut spec = JobSpec::default();
-            spec.job.name = name.into();
-            assert_eq!(spec.check().unwrap_err().key, "job.name", "{name:?}");
-        }
-        assert_eq!(key(|s| s.launch.nproc = Some(0)), "launch.nproc");
-        assert_eq!(key(|s| s.train.lr = 1e39), "train.lr");
-        assert_eq!(key(|s| s.train.eps = 1e-60), "train.eps");
-        let bf16_on_cpu = |s: &mut JobSpec| {
-            s.comm.dtype = WireDtype::Bf16;
-            s.engine.device = Device::Cpu;
-        };
-        assert_eq!(key(bf16_on_cpu), "comm.dtype");
-        assert_eq!(key(|s| s.train.beta2 = 1.0), "train.beta2");
-        assert_eq!(key(|s| s.muon.momentum = 1.0), "muon.momentum");
-        assert_eq!(key(|s| s.muon.lr = 0.0), "muon.lr");
-        assert_eq!(key(|s| s.muon.beta2 = 1.0), "muon.beta2");
-        assert_eq!(key(|s| s.muon.weight_decay = Some(-0.1)), "muon.weight_decay");
-        assert_eq!(key(|s| s.model.vocab = Some(100)), "model.vocab");
-        assert_eq!(key(|s| s.data.train.clear()), "data.train");
-        let long_decay = |s: &mut JobSpec| {
-            s.train.schedule = Schedule::Wsd;
-            (s.train.steps, s.train.warmup, s.train.decay_steps) = (100, Some(20), Some(81));
-        };
-        assert_eq!(key(long_decay), "train.decay_steps");
-        for epochs in [0.0, -1.0, f64::NAN, f64::INFINITY, 2e6] {
-            let spec = JobSpec {
-                train: TrainSection { epochs: Some(epochs), ..TrainSection::default() },
-                ..JobSpec::default()
-            };
-            assert_eq!(spec.check().unwrap_err().key, "train.epochs", "{epochs}");
-        }
     }
 
     #[test]
@@ -452,17 +245,6 @@ mod tests {
             train.decay_steps()
         };
         assert_eq!((decay(1000, 10), decay(1000, 900), decay(1, 1)), (200, 100, 0));
-    }
-
-    #[test]
-    fn sizes_that_are_still_to_be_read_from_weights_are_not_compared_with_the_default_model() {
-        let mut spec = JobSpec::default();
-        spec.model.kv_heads = Some(3);
-        assert_eq!(spec.check().unwrap_err().key, "model.kv_heads");
-        spec.checkpoint.init = Some("model".into());
-        assert_eq!(spec.check(), Ok(()));
-        spec.model.preset = Some("byte-tiny".into());
-        assert_eq!(spec.check().unwrap_err().key, "model.kv_heads");
     }
 
     #[test]

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{JobSpec, positive_in_fp32, within};
-use crate::invalid::Invalid;
+use super::JobSpec;
+use crate::invalid::{Invalid, positive_in_fp32, within};
 use crate::model::ModelShape;
 
 /// Optimizer of the weights of linear layers in blocks.
