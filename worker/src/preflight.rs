@@ -1,23 +1,23 @@
 //! Checks a job before any worker is started: data, initial weights, the directory of checkpoints, and the checkpoint
-//! to resume from.
+//! to resume from, which `source` finds.
+
+mod source;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
 
-use rayon::ThreadPoolBuilder;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::{Invalid, JobSpec, TrainSection};
 use xlaunch_spec::lineage::Fingerprint;
 use xlaunch_spec::model::{ModelSection, ModelShape};
 use xlaunch_spec::refusal::Refusal;
 
-use crate::checkpoint::directory::{self, Choice};
+use crate::checkpoint::directory;
 use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, Parent, State};
 use crate::data::{Mixture, SourceUse, TokenizerSource};
 use crate::error::WorkerError;
 use crate::fail;
-use crate::model::layout::{Layout, Parameters};
+use crate::model::layout::Layout;
 use crate::weights::{self, Weights};
 
 /// Size of a checkpoint in bytes per parameter: three arenas of F32.
@@ -148,13 +148,15 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
         Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes, &mut ready.warnings)?),
         None => directory::check_room(job_dir, bytes)?,
     }
-    let mut find_start = || match verified_source(spec, &planned, layout, job_dir, &mut ready.warnings)? {
-        Some(path) => resume(spec, &planned, path, &mut ready),
-        None => {
-            planned.schedule(spec, None, &mut ready)?;
-            start_afresh(spec, job_dir, &mut ready.warnings)
-        }
-    };
+    let is_complete = |state: &State| planned.complete(spec, state).is_some();
+    let mut find_start =
+        || match source::find(spec, (shape, layout), job_dir, &is_complete, &mut ready.warnings)? {
+            Some(path) => resume(spec, &planned, path, &mut ready),
+            None => {
+                planned.schedule(spec, None, &mut ready)?;
+                start_afresh(spec, job_dir, &mut ready.warnings)
+            }
+        };
     match find_start() {
         Ok(()) => Ok(ready),
         Err(refusal) => Err(with_warnings(refusal, &ready.warnings)),
@@ -270,108 +272,6 @@ pub(crate) fn holder(job: &str) -> String {
     format!("job `{job}`, process {}", std::process::id())
 }
 
-/// Same as [`source`], for a job that may have no steps left: no worker will read its checkpoint then, so the hashes
-/// are verified here.
-fn verified_source(
-    spec: &JobSpec,
-    planned: &Planned,
-    layout: &Parameters,
-    job_dir: &Path,
-    warnings: &mut Vec<String>,
-) -> Result<Option<PathBuf>, CheckpointError> {
-    let mut damaged = None;
-    loop {
-        let found = source(spec, job_dir, warnings)?;
-        let Some(path) = found else { return damaged.map_or(Ok(None), Err) };
-        match verify_last(spec, planned, layout, &path) {
-            Err(error @ CheckpointError::Damaged { .. }) if Path::new(&spec.checkpoint.resume) != path => {
-                warnings.push(directory::reject(&path, &error));
-                if path.exists() {
-                    return Err(error);
-                }
-                damaged = Some(error);
-            }
-            result => return result.map(|()| Some(path)),
-        }
-    }
-}
-
-/// Reads all of a checkpoint that has completed all steps of the job.
-fn verify_last(
-    spec: &JobSpec,
-    planned: &Planned,
-    layout: &Parameters,
-    path: &Path,
-) -> Result<(), CheckpointError> {
-    let shape = &planned.shape;
-    let state = directory::open(path, shape)?;
-    state.check_trained(path, spec)?;
-    if planned.complete(spec, &state).is_none() {
-        return Ok(());
-    }
-    let failed = |reason: String| CheckpointError::Read { path: path.into(), reason };
-    let threads = ThreadPoolBuilder::new().build().map_err(|error| failed(error.to_string()))?;
-    let everything = 0..layout.len;
-    let moments = std::slice::from_ref(&everything);
-    checkpoint::read(path, shape, layout, moments, &threads, &|_| Ok(())).map(drop)
-}
-
-/// Returns the checkpoint that `checkpoint.resume` selects. Rejected checkpoints are renamed and reported.
-fn source(
-    spec: &JobSpec,
-    job_dir: &Path,
-    warnings: &mut Vec<String>,
-) -> Result<Option<PathBuf>, CheckpointError> {
-    let choice = match (spec.checkpoint.resume_path(), &spec.checkpoint.dir) {
-        (Some(path), _) => Some(directory::locate(path)?),
-        (None, _) if spec.checkpoint.resume == "off" => None,
-        (None, Some(dir)) => directory::choose(Path::new(dir))?.map(Choice::into_parts),
-        (None, None) => newest_of_runs(job_dir, warnings)?.map(Choice::into_parts),
-    };
-    Ok(choice.map(|(path, rejected)| {
-        warnings.extend(rejected.iter().map(|(path, error)| directory::reject(path, error)));
-        path
-    }))
-}
-
-/// Returns the newest checkpoint of the newest run that has one.
-///
-/// # Errors
-/// If there are checkpoints but none is valid.
-fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<Choice>, CheckpointError> {
-    let mut runs: Vec<PathBuf> =
-        fs_err::read_dir(job_dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    // The directory also contains a link to the newest run, and marker files of nodes.
-    runs.retain(|path| !path.is_symlink() && path.is_dir());
-    runs.sort_by_cached_key(|path| (started(path), path.clone()));
-    let mut failure = None;
-    for run in runs.iter().rev() {
-        match directory::choose(&run_checkpoints(run)) {
-            Ok(Some(choice)) => {
-                warnings.extend(failure.map(|error: CheckpointError| error.to_string()));
-                return Ok(Some(choice));
-            }
-            // Report everything in a newer run that is passed over.
-            Ok(None) => {
-                let unfinished = directory::unfinished(&run_checkpoints(run));
-                warnings.extend(unfinished.iter().map(|(_, error)| error.to_string()));
-            }
-            Err(error) => failure = failure.or(Some(error)),
-        }
-    }
-    failure.map_or(Ok(None), Err)
-}
-
-/// Returns the time at which a run started, when it wrote its description. On several nodes the name of a run does not
-/// tell: it is the id of the batch system's job, or an id given by the user.
-fn started(run: &Path) -> Option<SystemTime> {
-    fs_err::metadata(run.join("job.json")).and_then(|found| found.modified()).ok()
-}
-
-fn run_checkpoints(run: &Path) -> PathBuf {
-    run.join(directory::CHECKPOINTS)
-}
-
 /// Checks that the job can continue from a checkpoint, and sets later checkpoints aside.
 fn resume(spec: &JobSpec, planned: &Planned, path: PathBuf, ready: &mut Preflight) -> Result<(), Refusal> {
     let state = check_continued(spec, planned, &path, ready)?;
@@ -456,57 +356,14 @@ mod tests {
 
     use super::*;
 
-    use crate::checkpoint::testing::save;
-
-    fn resuming(resume: &str) -> JobSpec {
-        let checkpoint = CheckpointSection { resume: resume.into(), ..CheckpointSection::default() };
-        JobSpec { checkpoint, ..JobSpec::default() }
-    }
-
-    #[test]
-    fn path_to_resume_from_may_be_a_checkpoint_a_directory_of_checkpoints_or_a_run() {
-        let run = tempfile::tempdir().unwrap();
-        let checkpoints = run.path().join("checkpoints");
-        let newest = checkpoints.join("step-00000020");
-        save(&checkpoints, 10);
-        save(&checkpoints, 20);
-        for path in [run.path(), &checkpoints, &newest] {
-            let spec = resuming(path.to_str().unwrap());
-            assert_eq!(
-                source(&spec, Path::new(""), &mut Vec::new()).unwrap().as_deref(),
-                Some(&*newest),
-                "{path:?}"
-            );
-        }
-        let empty = tempfile::tempdir().unwrap();
-        let spec = resuming(empty.path().to_str().unwrap());
-        let error = source(&spec, Path::new(""), &mut Vec::new()).unwrap_err();
-        assert!(matches!(error, CheckpointError::None { path } if path == empty.path()));
-    }
-
-    #[test]
-    fn newest_run_is_the_one_that_started_last_whatever_its_name() {
-        let job = tempfile::tempdir().unwrap();
-        for run in ["slurm-9.0", "slurm-10.0"] {
-            let run = job.path().join(run);
-            save(&run.join("checkpoints"), 10);
-            fs_err::write(run.join("job.json"), "{}").unwrap();
-            // Timestamps of files may be this coarse.
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
-        // One marker of a running agent, and one of an agent that was killed.
-        fs_err::write(job.path().join(".node-0123456789abcdef"), "").unwrap();
-        let found = source(&resuming("auto"), job.path(), &mut Vec::new()).unwrap();
-        assert_eq!(found, Some(job.path().join("slurm-10.0/checkpoints/step-00000010")));
-    }
-
     #[test]
     fn fresh_start_in_place_of_a_resume_is_a_warning_that_names_the_searched_directory() {
         let dir = tempfile::tempdir().unwrap();
         fs_err::write(dir.path().join("a.txt"), "some text. ".repeat(1000)).unwrap();
         let warnings = |resume: &str, saved: Option<&str>| {
-            let mut spec = resuming(resume);
+            let mut spec = JobSpec::default();
             spec.job.name = "train".into();
+            spec.checkpoint = CheckpointSection { resume: resume.into(), ..spec.checkpoint.clone() };
             spec.data = DataSection {
                 train: vec![format!("{}/*.txt", dir.path().display()).into()],
                 ..spec.data.clone()
