@@ -1,11 +1,12 @@
 //! Settings in Hugging Face's layout other than sizes and weights: special tokens, chat template, sampling defaults.
 //! Training does not change them, so checkpoints keep them and exports write them back.
 
+use std::collections::BTreeMap;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use xlaunch_data::chat::{special_token, template_of};
 
 /// Name of the file with the sizes of a model.
@@ -14,6 +15,8 @@ pub(crate) const GENERATION_CONFIG: &str = "generation_config.json";
 pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 pub(crate) const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
 pub(crate) const CHAT_TEMPLATE: &str = "chat_template.jinja";
+/// Directory with templates for other purposes, such as `tool_use.jinja`.
+const NAMED_TEMPLATES: &str = "additional_chat_templates";
 /// Size limit of each of these files.
 const MAX_INHERITED_BYTES: u64 = 4 << 20;
 
@@ -36,13 +39,28 @@ impl Inherited {
             Some(Ok(Value::Object(object))) => object,
             _ => Map::new(),
         };
-        Self {
+        let mut inherited = Self {
             config: object(CONFIG),
             generation_config: object(GENERATION_CONFIG),
             tokenizer_config: object(TOKENIZER_CONFIG),
             special_tokens_map: object(SPECIAL_TOKENS_MAP),
             chat_template: read(&dir.join(CHAT_TEMPLATE)),
+        };
+        inherited.join_templates(named_templates(&dir.join(NAMED_TEMPLATES)));
+        inherited
+    }
+
+    /// Moves the chat template and these named ones to the tokenizer's configuration, where all versions of
+    /// transformers read them. Without a default template, they are not used.
+    fn join_templates(&mut self, named: BTreeMap<String, String>) {
+        if named.is_empty() {
+            return;
         }
+        let Some(default) = self.chat_template.take() else { return };
+        let all = std::iter::once(("default".to_owned(), default)).chain(named);
+        let all: Vec<Value> =
+            all.map(|(name, template)| json!({ "name": name, "template": template })).collect();
+        self.tokenizer_config.insert("chat_template".into(), all.into());
     }
 
     /// Takes the chat template of prepared chats, and their tokenizer's settings if there are none; `ends` are ids that
@@ -101,8 +119,40 @@ fn numbers(value: Option<&Value>) -> Vec<u32> {
     }
 }
 
+/// Returns the templates in a directory, by their names.
+fn named_templates(dir: &Path) -> BTreeMap<String, String> {
+    let template = |path: PathBuf| {
+        let name = path.file_name()?.to_str()?.strip_suffix(".jinja")?;
+        Some((name.to_owned(), read(&path)?))
+    };
+    let files = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    files.filter_map(|file| template(file.path())).collect()
+}
+
 fn read(path: &Path) -> Option<String> {
     let mut text = String::new();
     std::fs::File::open(path).ok()?.take(MAX_INHERITED_BYTES).read_to_string(&mut text).ok()?;
     Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn templates_of_a_directory_are_those_of_one_list_in_the_tokenizers_configuration() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        write(CHAT_TEMPLATE, "plain");
+        assert_eq!(Inherited::read(dir.path()).chat_template(), Some("plain"));
+        std::fs::create_dir(dir.path().join(NAMED_TEMPLATES)).unwrap();
+        for (name, text) in [("tool_use.jinja", "tools"), ("rag.jinja", "documents"), ("notes.txt", "")] {
+            write(&format!("{NAMED_TEMPLATES}/{name}"), text);
+        }
+        let inherited = Inherited::read(dir.path());
+        assert_eq!((inherited.chat_template(), &inherited.chat_template), (Some("plain"), &None));
+        let named = |name: &str, template: &str| json!({ "name": name, "template": template });
+        let all = [named("default", "plain"), named("rag", "documents"), named("tool_use", "tools")];
+        assert_eq!(inherited.tokenizer_config["chat_template"], json!(all));
+    }
 }
