@@ -52,6 +52,10 @@ pub(super) struct Serve {
     /// Tokenizer to use instead of the model's own: `bytes`, `gpt2` or a tokenizer.json
     #[arg(long, value_name = "TOKENIZER")]
     tokenizer: Option<String>,
+    /// Maximum number of tokens of a text and its prompt; a lower one needs less memory per text, so that more texts
+    /// are computed at a time; default: the model's context
+    #[arg(long, value_name = "TOKENS")]
+    context: Option<usize>,
     #[command(flatten)]
     device: DeviceOptions,
 }
@@ -67,6 +71,7 @@ pub(super) async fn run(options: Serve) -> Result<ExitCode, QueryError> {
         model: options.model,
         adapter: options.adapter,
         tokenizer: options.tokenizer,
+        context: options.context,
         device: options.device.device(),
         precision: options.device.precision(),
     };

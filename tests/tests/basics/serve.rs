@@ -15,6 +15,7 @@ xlaunch_harness::tests! {
     prompts_are_scored_as_texts_and_as_ids,
     streamed_text_is_the_whole_text_in_pieces,
     requests_that_cannot_be_answered_are_refused_with_reasons,
+    context_of_the_server_can_be_shorter_than_the_models,
     clients_need_the_token_and_a_loopback_host,
     hanging_clients_and_large_bodies_keep_no_client_out,
     cancelled_request_frees_its_place,
@@ -243,6 +244,24 @@ fn requests_that_cannot_be_answered_are_refused_with_reasons() {
     assert_eq!(status("POST", COMPLETIONS, "application/json", &deep), 400);
     // The server still works.
     assert_eq!(server.post(COMPLETIONS, &json!({"prompt": "a", "max_tokens": 32})).status, 200);
+}
+
+fn context_of_the_server_can_be_shorter_than_the_models() {
+    let job = trained("1");
+    let start = |context: &str| job.command(&[&ARGS[..], &["--context", context]].concat());
+    let server = Served::spawn(&mut start("12"));
+    assert_eq!(server.get("/v1/models").json()["data"][0]["max_model_len"], 12);
+    let body = |max_tokens: usize| json!({"prompt": "line 4", "max_tokens": max_tokens, "temperature": 0});
+    // The last token needs no room.
+    assert_eq!(server.post_ok(COMPLETIONS, &body(7))["usage"]["completion_tokens"], 7);
+    let refused = server.post(COMPLETIONS, &body(8));
+    assert_eq!((refused.status, &refused.error()["code"]), (400, &json!("context_length_exceeded")));
+    for context in ["0", "33"] {
+        let refused = Process::spawn(&mut start(context)).wait();
+        assert_eq!(refused.code, 2, "{}", refused.stderr);
+        let expected = format!("--context {context} is out of range: expected 1 to 32, the model's own");
+        assert!(refused.stderr.contains(&expected), "{}", refused.stderr);
+    }
 }
 
 fn clients_need_the_token_and_a_loopback_host() {

@@ -43,8 +43,8 @@ pub struct Batch<'a> {
     /// Requests that the schedule has not admitted.
     waiting: HashMap<usize, Request>,
     active: Vec<Sequence>,
-    /// Context length of the model.
-    seq: usize,
+    /// Maximum number of tokens of a text that the model reads.
+    capacity: usize,
     /// Logits of one row.
     logits: Vec<f32>,
 }
@@ -58,8 +58,7 @@ impl<'a> Batch<'a> {
         capacity: usize,
         prefill: Prefill,
     ) -> Result<Self> {
-        let seq = model.shape.seq;
-        let capacity = capacity.min(seq);
+        let capacity = capacity.min(model.shape.seq);
         let room = CACHE_BYTES / Decoder::slot_bytes(model, capacity).max(1);
         let slots = count.min(MAX_SLOTS).min(room.max(1));
         let decoder = Decoder::new(model, slots, capacity, settings.vocabulary.size)?;
@@ -70,7 +69,7 @@ impl<'a> Batch<'a> {
             prefill,
             waiting: HashMap::new(),
             active: Vec::new(),
-            seq,
+            capacity,
             logits: vec![0.0; model.shape.vocab],
         })
     }
@@ -227,7 +226,7 @@ impl<'a> Batch<'a> {
                 sink(number, Output::NotFinite);
                 continue;
             };
-            match sequence.push(chosen, &self.settings.vocabulary.ends, self.seq, sink) {
+            match sequence.push(chosen, &self.settings.vocabulary.ends, self.capacity, sink) {
                 None => going_on.push(sequence),
                 Some(reason) => {
                     self.schedule.apply(Event::Ended(number));

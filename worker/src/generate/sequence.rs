@@ -85,13 +85,13 @@ impl Sequence {
         !sampling.is_greedy() || scores.is_some()
     }
 
-    /// Adds a token. If the text ends with it, returns the reason. `ends`: ids that end a text; `seq`: length of the
-    /// model's context.
+    /// Adds a token. If the text ends with it, returns the reason. `ends`: ids that end a text; `capacity`: maximum
+    /// number of tokens that the model reads.
     pub(super) fn push(
         &mut self,
         (id, scored): (u32, Option<Scored>),
         ends: &[u32],
-        seq: usize,
+        capacity: usize,
         sink: Sink<'_>,
     ) -> Option<FinishReason> {
         let max_tokens = self.request.options.max_tokens;
@@ -121,7 +121,7 @@ impl Sequence {
         // The next step puts this token into the cache, after the earlier ones.
         self.row.token = id;
         self.row.position = self.request.tokens.len() + self.tokens - 1;
-        (self.row.position >= seq).then_some(FinishReason::Context)
+        (self.row.position >= capacity).then_some(FinishReason::Context)
     }
 
     /// Reports the end of the text.

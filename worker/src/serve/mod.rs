@@ -15,6 +15,7 @@ mod engine;
 use std::path::PathBuf;
 
 use xlaunch_data::chat;
+use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
 use xlaunch_spec::refusal::Refusal;
 
@@ -33,6 +34,8 @@ pub struct Command {
     pub adapter: Option<PathBuf>,
     /// See [`Source::tokenizer`].
     pub tokenizer: Option<String>,
+    /// Maximum number of tokens of a text; `None` for the model's context.
+    pub context: Option<usize>,
     /// Device to compute on.
     pub device: Device,
     /// Precision on a GPU.
@@ -45,7 +48,13 @@ impl Command {
         let Self { model, adapter, tokenizer, .. } = self;
         let (source, settings) =
             Settings::open(model, adapter.as_deref(), tokenizer.as_deref(), false, note)?;
-        let (context, vocab) = (source.shape.seq, source.shape.vocab);
+        let (seq, vocab) = (source.shape.seq, source.shape.vocab);
+        let context = self.context.unwrap_or(seq);
+        if !(1..=seq).contains(&context) {
+            let message =
+                format!("--context {context} is out of range: expected 1 to {seq}, the model's own");
+            return Err(Refusal::new(ExitCode::Usage, message));
+        }
         Ok((source, Service { settings, context, vocab }))
     }
 }
@@ -54,7 +63,7 @@ impl Command {
 #[derive(Clone, Debug)]
 pub struct Service {
     settings: Settings,
-    /// Maximum number of tokens that the model reads.
+    /// Maximum number of tokens of a text that the model reads.
     pub context: usize,
     /// Number of ids that the model reads.
     pub vocab: usize,
