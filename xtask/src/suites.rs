@@ -16,9 +16,13 @@ use serde_json::Value;
 use crate::Error;
 use crate::workspace::{Workspace, cargo, forget_package, output};
 
-/// The longest of the large suites. They start first, so that none is left to run alone at the end; those that mostly
-/// wait run beside those that mostly compute.
-const FIRST: [&str; 8] = ["kernels", "external", "launch", "daemon", "hosts", "training", "nvrtc", "goldens"];
+/// The longest suites. They start first, so that none is left to run alone at the end; those that mostly wait run
+/// beside those that mostly compute.
+const FIRST: [&str; 9] =
+    ["kernels", "external", "launch", "daemon", WORKSPACE, "hosts", "training", "nvrtc", "goldens"];
+
+/// The tests that are not in a large suite.
+const WORKSPACE: &str = "cargo test --workspace";
 
 /// Variable with the `xlaunch` that is tested, as in the harness of the tests.
 const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
@@ -58,11 +62,11 @@ fn run_all(workspace: &Workspace) -> Result<bool, Error> {
         Some(binary) => binary,
         None => build_binary(workspace)?.into(),
     };
-    let rank = |suite: &Suite| FIRST.iter().position(|name| suite.name == *name);
-    suites.sort_by_key(|suite| rank(suite).unwrap_or(FIRST.len()));
     let mut others = cargo(&workspace.root);
     others.args(["test", "--workspace", "--no-fail-fast"]);
-    suites.push(Suite { name: "cargo test --workspace".into(), command: others });
+    suites.push(Suite { name: WORKSPACE.into(), command: others });
+    let rank = |suite: &Suite| FIRST.iter().position(|name| suite.name == *name);
+    suites.sort_by_key(|suite| rank(suite).unwrap_or(FIRST.len()));
     for suite in &mut suites {
         suite.command.env(BINARY_VARIABLE, &tested);
     }
