@@ -43,6 +43,14 @@ ROPE = {
     "yarn-set": dict(rope_type="yarn", rope_theta=300.0, factor=4.0, original_max_position_embeddings=16,
                      beta_fast=8.0, beta_slow=0.5, attention_factor=1.3, truncate=False),
 }
+def longrope(width, original):
+    """LongRoPE of heads whose first `width` elements are rotated."""
+    pairs = range(width // 2)
+    return dict(rope_parameters=dict(rope_type="longrope", rope_theta=300.0, short_factor=[1 + 0.1 * i for i in pairs],
+                                     long_factor=[2 + 0.5 * i for i in pairs]),
+                original_max_position_embeddings=original)
+
+
 THETA = dict(rope_type="default", rope_theta=300.0)
 BIASES = dict(attention_bias=True, mlp_bias=True)
 KINDS = {"s": "sliding_attention", "f": "full_attention"}
@@ -100,6 +108,9 @@ CASES = {
     "phi3": ("phi3", dict()),
     "phi3-window+": ("phi3", dict(num_attention_heads=2, num_key_value_heads=1, sliding_window=8,
                                   partial_rotary_factor=0.75, tie_word_embeddings=True)),
+    # Sequences are shorter than the length before the scaling, or longer; greedy texts are shorter.
+    "phi3-short": ("phi3", longrope(16, 40)),
+    "phi3-long+": ("phi3", dict(partial_rotary_factor=0.75, **longrope(12, 30))),
     "stablelm": ("stablelm", dict(num_attention_heads=2, use_qkv_bias=True)),
     "stablelm-parallel+": ("stablelm", dict(num_attention_heads=2, use_parallel_residual=True, num_key_value_heads=1,
                                             partial_rotary_factor=0.5, tie_word_embeddings=True)),

@@ -12,7 +12,7 @@ use super::key::Meaning::{
 };
 use super::key::{Field, Key, field};
 use super::layers::Windows;
-use super::rope::{ROPE, Rope};
+use super::rope::{ROPE, Rope, Scalings};
 use super::tensor_names::{self as names, Names};
 use super::without_effect::FURTHER_BLOCKS;
 
@@ -339,8 +339,12 @@ pub(super) static FAMILIES: [Family; 22] = [
             &[eps("rms_norm_eps", 1e-5), tied(false), ACT],
         ],
         windows: Windows::All(None),
-        rope: Some(Rope { fraction: Some(("partial_rotary_factor", 1.0)), scaled: false, ..ROPE }),
-        without_effect: &["original_max_position_embeddings"],
+        rope: Some(Rope {
+            fraction: Some(("partial_rotary_factor", 1.0)),
+            scalings: Scalings::LongRope(4096),
+            ..ROPE
+        }),
+        without_effect: &["full_attn_mod", "interpolate_factor"],
         divided: false,
         names: &names::PHI3,
         ..LLAMA_FAMILY

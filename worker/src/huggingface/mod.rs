@@ -7,8 +7,8 @@
 //! ```
 //! - `families`: one table per family of the keys of `config.json`; `tensor_names`: one of the tensors; pure;
 //! - `config` converts `config.json` from and to a [`ModelShape`](xlaunch_spec::model::ModelShape) by these tables:
-//!   `key` and `keys` read and write single keys, `rope` and `layers` those that depend on each other; `unsupported`
-//!   explains refused types, `without_effect` lists ignored keys; pure;
+//!   `key` and `keys` read and write single keys, `rope`, `scaling` and `layers` those that depend on each other;
+//!   `unsupported` explains refused types, `without_effect` lists ignored keys; pure;
 //! - `source`: reads and checks a directory;
 //! - for `export`: `destination` puts a whole export into place, or nothing; `writer` writes the tensors; `card` writes
 //!   the text files.
@@ -30,6 +30,7 @@ mod key;
 mod keys;
 mod layers;
 mod rope;
+mod scaling;
 pub(crate) mod source;
 pub(crate) mod tensor_names;
 #[cfg(test)]

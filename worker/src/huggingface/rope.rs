@@ -9,6 +9,7 @@ use xlaunch_spec::model::{ModelShape, RopeScaling};
 
 use super::ModelError;
 use super::keys::{Keys, nested};
+use super::scaling::{self, FACTOR, LENGTH, LONGROPE, ORIGINAL, stretched_length};
 
 /// Names and defaults of a family.
 #[derive(Debug)]
@@ -20,37 +21,34 @@ pub(super) struct Rope {
     /// Blocks with a window have their own parameters: the default of their base, and its key outside of
     /// `rope_parameters`.
     pub(super) windowed: Option<(f64, Option<&'static str>)>,
-    /// Whether the family's class scales the wavelengths.
-    pub(super) scaled: bool,
+    /// Scalings of the wavelengths that the family's class computes.
+    pub(super) scalings: Scalings,
+}
+
+/// Scalings that a family's class computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Scalings {
+    /// All that are supported.
+    All,
+    /// LongRoPE, also under its older names. Its `original_max_position_embeddings` is outside of the tables, with this
+    /// default.
+    LongRope(usize),
 }
 
 /// Rotary embedding of most families.
-pub(super) const ROPE: Rope = Rope { theta: (THETA, 1e4), fraction: None, windowed: None, scaled: true };
+pub(super) const ROPE: Rope =
+    Rope { theta: (THETA, 1e4), fraction: None, windowed: None, scalings: Scalings::All };
 
 const THETA: &str = "rope_theta";
 const ROPE_PARAMETERS: &str = "rope_parameters";
 const SCALING: &str = "rope_scaling";
 const FRACTION: &str = "partial_rotary_factor";
-const ORIGINAL: &str = "original_max_position_embeddings";
-/// Keys of YaRN.
-const YARN: &[&str] = &[
-    "factor",
-    ORIGINAL,
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-];
-/// YaRN's defaults of `beta_fast` and `beta_slow`.
-const BETAS: (f64, f64) = (32.0, 1.0);
 /// Kinds of blocks in `rope_parameters` and `layer_types`.
 pub(super) const FULL: &str = "full_attention";
 pub(super) const SLIDING: &str = "sliding_attention";
 
 /// Contents of one table; `None` for what it lacks.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 struct Found {
     theta: Option<f64>,
     fraction: Option<f64>,
@@ -61,6 +59,7 @@ impl Rope {
     /// Returns whether a key is one of the rotary embedding.
     pub(super) fn has(&self, key: &str) -> bool {
         [ROPE_PARAMETERS, SCALING, FRACTION, THETA, self.theta.0].contains(&key)
+            || (key == ORIGINAL && self.scalings != Scalings::All)
             || self.fraction.is_some_and(|(name, _)| name == key)
             || self.windowed.is_some_and(|(_, name)| name == Some(key))
     }
@@ -77,10 +76,13 @@ impl Rope {
             None => ROPE_PARAMETERS.to_owned(),
             Some(_) => format!("{ROPE_PARAMETERS}.{FULL}"),
         };
+        let theta_outside = outside.theta;
         let mut found = outside;
+        let original = self.original(keys, shape)?;
         for (table, name) in [(self.table(keys, FULL)?, &*parameters), (keys.table(SCALING)?, SCALING)] {
             let Some(values) = table else { continue };
-            let inside = self.read_table(&Keys { path: keys.path, values }, shape).map_err(nested(name))?;
+            let inside = Keys { path: keys.path, values };
+            let inside = self.read_table(&inside, shape, original).map_err(nested(name))?;
             let agrees = |a: Option<f64>, b: Option<f64>| a.is_none() || b.is_none() || a == b;
             if !agrees(found.theta, inside.theta) {
                 return Err(keys.error(self.theta.0, format!("differs from that in `{name}`")));
@@ -88,7 +90,7 @@ impl Rope {
             if !agrees(found.fraction, inside.fraction) {
                 return Err(keys.error(fraction, format!("differs from that in `{name}`")));
             }
-            if found.scaling.is_some_and(|scaling| inside.scaling != Some(scaling)) {
+            if found.scaling.is_some() && inside.scaling != found.scaling {
                 return Err(keys.error(name, format!("differs from `{parameters}`")));
             }
             found = Found {
@@ -114,7 +116,15 @@ impl Rope {
         if is_odd(shape) {
             return Err(keys.refused(fraction, "it rotates an odd number of elements"));
         }
-        self.read_windowed(keys, outside.theta, shape)
+        self.read_windowed(keys, theta_outside, shape)
+    }
+
+    /// Returns the length of the contexts before the scaling. As in transformers, the default is that of the model.
+    fn original(&self, keys: &Keys<'_>, shape: &ModelShape) -> Result<usize, ModelError> {
+        match self.scalings {
+            Scalings::All => Ok(shape.seq),
+            Scalings::LongRope(default) => keys.size(ORIGINAL, default),
+        }
     }
 
     /// Reads the parameters of blocks with a window.
@@ -128,7 +138,8 @@ impl Rope {
         let path = format!("{ROPE_PARAMETERS}.{SLIDING}");
         let found = match self.table(keys, SLIDING)? {
             Some(values) => {
-                self.read_table(&Keys { path: keys.path, values }, shape).map_err(nested(&path))?
+                let inside = Keys { path: keys.path, values };
+                self.read_table(&inside, shape, shape.seq).map_err(nested(&path))?
             }
             None => Found::default(),
         };
@@ -146,7 +157,7 @@ impl Rope {
             (found.theta.or(outside).unwrap_or(default), found.scaling.unwrap_or_default());
         shape.windowed_rope_theta = match scaling {
             RopeScaling::Default => theta,
-            _ if (theta, scaling) == (shape.rope_theta, shape.rope_scaling) => 0.0,
+            scaling if (theta, &scaling) == (shape.rope_theta, &shape.rope_scaling) => 0.0,
             _ => {
                 let reason = format!("blocks with a window have no scaling, or that of `{FULL}`");
                 return Err(keys.error(&path, format!("its scaling is not supported: {reason}")));
@@ -169,16 +180,26 @@ impl Rope {
         inside.table(kind).map_err(nested(ROPE_PARAMETERS))
     }
 
-    fn read_table(&self, keys: &Keys<'_>, shape: &ModelShape) -> Result<Found, ModelError> {
+    fn read_table(&self, keys: &Keys<'_>, shape: &ModelShape, original: usize) -> Result<Found, ModelError> {
         // `type` is the older name of the key.
         let key = if keys.values.contains_key("rope_type") { "rope_type" } else { "type" };
         let named = keys.text(key)?;
         let (scaling, known) = match named {
             Some("default") => (RopeScaling::Default, &[][..]),
-            None if !keys.values.contains_key("factor") => (RopeScaling::Default, &[][..]),
-            Some(named) if self.scaled => scaling(keys, named, shape)?
-                .ok_or_else(|| keys.refused(key, "only default, linear, dynamic, yarn and llama3 are"))?,
-            _ => return Err(keys.refused(key, "only `default` is supported in this family")),
+            None if !keys.values.contains_key(FACTOR) => (RopeScaling::Default, &[][..]),
+            Some("longrope" | "su" | "yarn") if self.scalings != Scalings::All => {
+                if keys.size(ORIGINAL, original)? != original {
+                    let reason = format!("transformers uses that outside of the table, {original}, instead");
+                    return Err(keys.refused(ORIGINAL, &reason));
+                }
+                (scaling::read_longrope(keys, shape, original)?, LONGROPE)
+            }
+            Some(named) if self.scalings == Scalings::All => {
+                scaling::read(keys, named, shape, keys.size(ORIGINAL, original)?)?.ok_or_else(|| {
+                    keys.refused(key, "only default, linear, dynamic, yarn and llama3 are in this family")
+                })?
+            }
+            _ => return Err(keys.refused(key, "only `default` and `longrope` are supported in this family")),
         };
         for other in keys.values.keys() {
             let is_known = [key, "type", THETA, FRACTION].contains(&&**other) || known.contains(&&**other);
@@ -198,7 +219,7 @@ impl Rope {
 
     /// Writes all keys.
     pub(super) fn write(&self, shape: &ModelShape, config: &mut Map<String, Value>) {
-        let scaling = scaling_parameters(shape.rope_scaling);
+        let scaling = scaling::parameters(&shape.rope_scaling);
         let with = |scaling: &Value, theta: f64| {
             let mut table = scaling.clone();
             table[THETA] = json!(theta);
@@ -209,7 +230,12 @@ impl Rope {
         };
         let full = with(&scaling, shape.rope_theta);
         let is_default = shape.rope_scaling == RopeScaling::Default;
-        config.insert(SCALING.into(), if is_default { Value::Null } else { scaling });
+        let older = match self.scalings {
+            _ if is_default => Value::Null,
+            Scalings::All => scaling,
+            Scalings::LongRope(_) => scaling::before_version_5(&scaling),
+        };
+        config.insert(SCALING.into(), older);
         config.insert(self.theta.0.into(), json!(shape.rope_theta));
         if let Some((name, _)) = self.fraction {
             config.insert(name.into(), json!(shape.rope_fraction));
@@ -221,7 +247,7 @@ impl Rope {
                 let sliding = if theta == 0.0 {
                     full.clone()
                 } else {
-                    with(&scaling_parameters(RopeScaling::Default), theta)
+                    with(&scaling::parameters(&RopeScaling::Default), theta)
                 };
                 if let Some(name) = name {
                     config.insert(name.into(), sliding[THETA].clone());
@@ -233,12 +259,17 @@ impl Rope {
         match shape.rope_scaling {
             // The base grows beyond this length.
             RopeScaling::Dynamic { original_max_position_embeddings: original, .. } => {
-                config.insert("max_position_embeddings".into(), json!(original));
+                config.insert(LENGTH.into(), json!(original));
             }
             // The library warns of a length that is not this multiple.
             RopeScaling::Yarn { factor, original_max_position_embeddings: original, .. } => {
                 let length = stretched_length(factor, original).filter(|length| *length >= shape.seq);
-                config.insert("max_position_embeddings".into(), json!(length.unwrap_or(shape.seq)));
+                config.insert(LENGTH.into(), json!(length.unwrap_or(shape.seq)));
+            }
+            // The library derives the factor from these.
+            RopeScaling::LongRope { factor, original_max_position_embeddings: original, .. } => {
+                config.insert(LENGTH.into(), json!(stretched_length(factor, original).unwrap_or(shape.seq)));
+                config.insert(ORIGINAL.into(), json!(original));
             }
             _ => {}
         }
@@ -254,96 +285,4 @@ impl Rope {
 )]
 fn is_odd(shape: &ModelShape) -> bool {
     !((shape.head_dim as f64 * shape.rope_fraction) as usize).is_multiple_of(2)
-}
-
-/// Returns the context length that YaRN targets, if it is a whole number in the range of lengths.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_precision_loss,
-    clippy::cast_sign_loss,
-    reason = "it is in the range of lengths"
-)]
-fn stretched_length(factor: f64, original: usize) -> Option<usize> {
-    let length = factor * original as f64;
-    (length.fract() == 0.0 && length <= f64::from(1 << 20)).then_some(length as usize)
-}
-
-/// Reads a scaling other than the default. Also returns the keys of this type; `None` if it is not known.
-fn scaling(
-    keys: &Keys<'_>,
-    named: &str,
-    shape: &ModelShape,
-) -> Result<Option<(RopeScaling, &'static [&'static str])>, ModelError> {
-    // As in transformers, missing lengths are those of the model.
-    let original = || keys.size(ORIGINAL, shape.seq);
-    Ok(Some(match named {
-        "linear" => (RopeScaling::Linear { factor: keys.required_number("factor")? }, &["factor"][..]),
-        "dynamic" => {
-            let original = original()?;
-            if original != shape.seq {
-                let reason = format!("transformers uses max_position_embeddings, {}, instead", shape.seq);
-                return Err(keys.refused(ORIGINAL, &reason));
-            }
-            let factor = keys.required_number("factor")?;
-            let scaling = RopeScaling::Dynamic { factor, original_max_position_embeddings: original };
-            (scaling, &["factor", ORIGINAL][..])
-        }
-        "yarn" => {
-            let factor = keys.required_number("factor")?;
-            let scaling = RopeScaling::Yarn {
-                factor,
-                original_max_position_embeddings: original()?,
-                beta_fast: keys.number("beta_fast", BETAS.0)?,
-                beta_slow: keys.number("beta_slow", BETAS.1)?,
-                attention_factor: attention_factor(keys, factor)?,
-                truncate: keys.flag("truncate", true)?,
-            };
-            (scaling, YARN)
-        }
-        "llama3" => {
-            let scaling = RopeScaling::Llama3 {
-                factor: keys.required_number("factor")?,
-                low_freq_factor: keys.required_number("low_freq_factor")?,
-                high_freq_factor: keys.required_number("high_freq_factor")?,
-                original_max_position_embeddings: original()?,
-            };
-            (scaling, &["factor", ORIGINAL, "low_freq_factor", "high_freq_factor"][..])
-        }
-        _ => return Ok(None),
-    }))
-}
-
-/// Reads YaRN's factor of queries and keys; 0 for the usual one. As in transformers, `mscale` and `mscale_all_dim`
-/// count only together.
-fn attention_factor(keys: &Keys<'_>, factor: f64) -> Result<f64, ModelError> {
-    if keys.get("attention_factor").is_some() {
-        return keys.positive("attention_factor", 1.0);
-    }
-    let (scale, all) = (keys.number("mscale", 0.0)?, keys.number("mscale_all_dim", 0.0)?);
-    let scaled = |scale: f64| 0.1 * scale * factor.ln() + 1.0;
-    Ok(if scale == 0.0 || all == 0.0 { 0.0 } else { scaled(scale) / scaled(all) })
-}
-
-/// Returns the keys of a scaling. The library warns of keys that a type lacks.
-fn scaling_parameters(scaling: RopeScaling) -> Value {
-    let mut parameters = json!(scaling);
-    if let Some(table) = parameters.as_object_mut() {
-        match scaling {
-            RopeScaling::Dynamic { .. } => drop(table.remove(ORIGINAL)),
-            RopeScaling::Yarn { beta_fast, beta_slow, attention_factor, truncate, .. } => {
-                for (key, is_default) in [
-                    ("beta_fast", beta_fast == BETAS.0),
-                    ("beta_slow", beta_slow == BETAS.1),
-                    ("attention_factor", attention_factor == 0.0),
-                    ("truncate", truncate),
-                ] {
-                    if is_default {
-                        table.remove(key);
-                    }
-                }
-            }
-            _ => {}
-        }
-    }
-    parameters
 }

@@ -1,8 +1,9 @@
-//! The GPT model, written once for every [`Backend`]: forward and a hand-written backward. There is no autograd.
+//! The GPT model, written once for every [`Backend`](xlaunch_engine::Backend): forward and a hand-written backward. There is no autograd.
 //!
 //! - [`layout`]: offsets of each parameter in the flat arenas;
 //! - [`init`]: initial weights;
-//! - `rope`: the table of rotary angles;
+//! - `rope`: the tables of rotary angles;
+//! - `backend_handle`: the device, which all parts of a worker share;
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
 //! - `adapters`: low-rank adapters of linear layers whose weights are frozen;
 //! - `experts`, `experts_backward`, `expert_buffers` (in decoding): routers, and the feed-forward layers of blocks with
@@ -15,6 +16,7 @@
 //! - this file: the model's data and helpers that both passes use.
 
 mod adapters;
+mod backend_handle;
 mod backward;
 pub mod decode;
 mod expert_buffers;
@@ -34,22 +36,23 @@ mod saved_activations;
 mod shared_experts;
 
 use std::ops::Range;
-use std::rc::Rc;
 
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
-    AttentionOptions, AttentionShape, Backend, Cast, DType, Documents, EngineError, LinearShape, NormKind,
-    NormShape, QkNorm, QkNorms, Result, Slice, Tensor,
+    AttentionOptions, AttentionShape, Cast, DType, Documents, LinearShape, NormKind, NormShape, QkNorm,
+    QkNorms, Result, Slice, Tensor,
 };
 use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
-use xlaunch_spec::model::{self, ModelShape, Positions};
+use xlaunch_spec::model::{self, ModelShape};
 
+pub use backend_handle::BackendHandle;
 pub use forward::Activations;
 pub use gradient_arena::GradientArena;
 pub use head::LossGradients;
 pub use layout::Group;
 use layout::Layout;
 pub use pass::Progress;
+use rope::Rope;
 pub use routing::{ExpertLoad, Routing};
 
 /// A model on a device.
@@ -78,15 +81,6 @@ pub struct Model {
     backend: BackendHandle,
 }
 
-/// Cosines and sines of the rotary angles, F32 `[T, D]`.
-#[derive(Debug)]
-struct Rope {
-    /// `None` with learned positions.
-    table: Option<Tensor>,
-    /// Table of blocks with a window, if it differs.
-    windowed: Option<Tensor>,
-}
-
 /// Ways in which a pass saves memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MemoryUse {
@@ -99,63 +93,6 @@ pub struct MemoryUse {
 impl From<&TrainSection> for MemoryUse {
     fn from(train: &TrainSection) -> Self {
         Self { recompute: train.recompute, classifier_chunk: train.classifier_chunk }
-    }
-}
-
-/// Handle to the back end, shared by all parts of one worker.
-#[derive(Clone)]
-pub struct BackendHandle {
-    backend: Rc<Backend>,
-    windows: bool,
-}
-
-impl BackendHandle {
-    /// Creates the first handle to `backend`.
-    pub fn new(backend: Backend) -> Self {
-        Self { backend: Rc::new(backend), windows: false }
-    }
-
-    /// Sets whether tensors for collectives should become NCCL windows: see [`crate::nccl_windows`]. Default: false.
-    #[must_use]
-    pub fn with_windows(mut self, windows: bool) -> Self {
-        self.windows = windows;
-        self
-    }
-
-    /// Returns whether tensors of [`alloc_collective`](Self::alloc_collective) should be registered as windows.
-    pub fn has_windows(&self) -> bool {
-        self.windows
-    }
-
-    /// Allocates a long-lived tensor with unspecified contents. The pool keeps it apart from short-lived ones.
-    #[track_caller]
-    pub fn alloc_persistent(&self, dtype: DType, len: usize) -> Result<Tensor> {
-        Tensor::new(&self.pool().persistent(), dtype, len)
-    }
-
-    /// Allocates a long-lived tensor for collectives, with unspecified contents. With windows, it is placed in a
-    /// segment that can be registered.
-    #[track_caller]
-    pub fn alloc_collective(&self, dtype: DType, len: usize) -> Result<Tensor> {
-        if self.windows {
-            Tensor::new(&self.pool().registered(), dtype, len)
-        } else {
-            self.alloc_persistent(dtype, len)
-        }
-    }
-}
-
-impl std::fmt::Debug for BackendHandle {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "BackendHandle({})", self.backend.device().name)
-    }
-}
-
-impl std::ops::Deref for BackendHandle {
-    type Target = Backend;
-
-    fn deref(&self) -> &Self::Target {
-        &self.backend
     }
 }
 
@@ -248,7 +185,7 @@ impl Model {
         for tensor in [Some(&weights), adapters.as_ref()].into_iter().flatten() {
             backend.zero(tensor.all())?;
         }
-        let rope = Rope::new(backend, shape)?;
+        let rope = Rope::new(backend, shape, shape.seq)?;
         let memory = MemoryUse::default();
         Ok(Self {
             shape: shape.clone(),
@@ -355,13 +292,8 @@ impl Model {
 
     /// Returns a block's part of the rotary table for these positions, if it rotates.
     fn rope(&self, rows: Rows<'_>, block: usize) -> Option<Slice<'_>> {
-        self.rope_table(block).map(|table| table.slice(0..rows.seq * self.shape.head_width()))
-    }
-
-    /// Returns a block's rotary table, if it rotates.
-    fn rope_table(&self, block: usize) -> Option<&Tensor> {
-        let windowed = self.rope.windowed.as_ref().filter(|_| self.shape.window(block).is_some());
-        windowed.or(self.rope.table.as_ref()).filter(|_| self.shape.is_rotated(block))
+        let table = self.rope.of_block(&self.shape, block);
+        table.map(|table| table.slice(0..rows.seq * self.shape.head_width()))
     }
 
     /// Returns the norms of a block's queries and keys, if it has them.
@@ -401,23 +333,6 @@ impl Model {
 
     fn linear_shape(rows: Rows<'_>, inputs: usize, outputs: usize) -> LinearShape {
         LinearShape { rows: rows.count(), inputs, outputs }
-    }
-}
-
-impl Rope {
-    fn new(backend: &BackendHandle, shape: &ModelShape) -> Result<Self> {
-        let table = |windowed| {
-            let table = rope::table(shape, windowed);
-            let tensor = backend.alloc_persistent(DType::F32, table.len())?;
-            backend.write_f32(tensor.all(), &table)?;
-            Ok::<_, EngineError>(tensor)
-        };
-        let is_rotary = shape.positions == Positions::Rotary;
-        let differs = is_rotary && shape.windowed_rope_theta != 0.0;
-        Ok(Self {
-            table: is_rotary.then(|| table(false)).transpose()?,
-            windowed: differs.then(|| table(true)).transpose()?,
-        })
     }
 }
 

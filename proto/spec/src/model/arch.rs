@@ -91,62 +91,23 @@ impl Arch {
     pub const fn base(self) -> ModelShape {
         match self {
             Self::Gpt2 => GPT2,
-            Self::Llama | Self::Phi3 | Self::Mistral => ModelShape { arch: self, ..LLAMA },
-            Self::Qwen2 => {
-                ModelShape { arch: self, qkv_bias: true, norm_eps: 1e-6, rope_theta: 1e6, ..LLAMA }
-            }
-            Self::Qwen3 => {
-                let qk_norm = QkNorm::Head;
-                ModelShape { arch: self, qk_norm, norm_eps: 1e-6, rope_theta: 1e6, ..LLAMA }
-            }
-            Self::SmolLm3 => ModelShape { arch: self, no_rope_every: 4, rope_theta: 2e6, ..LLAMA },
+            Self::Llama => LLAMA,
+            Self::Mistral => MISTRAL,
+            Self::Qwen2 => QWEN2,
+            Self::Qwen3 => QWEN3,
+            Self::SmolLm3 => SMOLLM3,
             Self::Olmo2 => OLMO2,
-            Self::Olmo3 => {
-                ModelShape { arch: self, window: 4096, window_pattern: 4, windowed_rope_theta: 5e5, ..OLMO2 }
-            }
+            Self::Olmo3 => OLMO3,
             Self::Gemma => GEMMA,
-            Self::Gemma2 => ModelShape {
-                arch: self,
-                norm_place: NormPlace::Both,
-                window: 4096,
-                window_pattern: 2,
-                attention_softcap: 50.0,
-                logit_softcap: 30.0,
-                ..GEMMA
-            },
-            Self::Gemma3 => ModelShape {
-                arch: self,
-                norm_place: NormPlace::Both,
-                qk_norm: QkNorm::Head,
-                window: 512,
-                window_pattern: 6,
-                rope_theta: 1e6,
-                windowed_rope_theta: 1e4,
-                ..GEMMA
-            },
-            Self::Phi => ModelShape {
-                arch: self,
-                parallel: Parallel::SharedNorm,
-                rope_fraction: 0.5,
-                head_bias: true,
-                ..NEOX
-            },
-            Self::StableLm => {
-                ModelShape { arch: self, norm: NormKind::Layer, rope_fraction: 0.25, tied: false, ..LLAMA }
-            }
-            Self::StarCoder2 => {
-                ModelShape { arch: self, parallel: Parallel::No, rope_fraction: 1.0, tied: true, ..NEOX }
-            }
-            Self::Granite => ModelShape { arch: self, ..LLAMA },
-            Self::GptNeoX => ModelShape {
-                parallel: Parallel::TwoNorms,
-                rope_fraction: 0.25,
-                activation: Activation::Gelu,
-                ..NEOX
-            },
-            Self::Mixtral => {
-                ModelShape { arch: self, experts: 8, ffn: 176, rope_theta: 1e6, tied: false, ..LLAMA }
-            }
+            Self::Gemma2 => GEMMA2,
+            Self::Gemma3 => GEMMA3,
+            Self::Phi => PHI,
+            Self::Phi3 => PHI3,
+            Self::StableLm => STABLELM,
+            Self::StarCoder2 => STARCODER2,
+            Self::Granite => GRANITE,
+            Self::GptNeoX => GPT_NEOX,
+            Self::Mixtral => MIXTRAL,
             Self::Olmoe => OLMOE,
             Self::Qwen3Moe => QWEN3_MOE,
             Self::Qwen2Moe => QWEN2_MOE,
@@ -291,7 +252,7 @@ pub(super) const LLAMA: ModelShape = ModelShape {
     shared_gate: false,
 };
 
-const GPT2: ModelShape =
+pub(super) const GPT2: ModelShape =
     ModelShape { arch: Arch::Gpt2, positions: Positions::Learned, rope_fraction: 1.0, ..BIASED };
 
 /// LayerNorm, GELU and biases everywhere.
@@ -306,9 +267,18 @@ const BIASED: ModelShape = ModelShape {
     ..LLAMA
 };
 
-const NEOX: ModelShape = ModelShape { arch: Arch::GptNeoX, tied: false, ..BIASED };
+pub(super) const MISTRAL: ModelShape = ModelShape { arch: Arch::Mistral, ..LLAMA };
 
-const OLMO2: ModelShape = ModelShape {
+pub(super) const QWEN2: ModelShape =
+    ModelShape { arch: Arch::Qwen2, qkv_bias: true, norm_eps: 1e-6, rope_theta: 1e6, ..LLAMA };
+
+pub(super) const QWEN3: ModelShape =
+    ModelShape { arch: Arch::Qwen3, qk_norm: QkNorm::Head, norm_eps: 1e-6, rope_theta: 1e6, ..LLAMA };
+
+pub(super) const SMOLLM3: ModelShape =
+    ModelShape { arch: Arch::SmolLm3, no_rope_every: 4, rope_theta: 2e6, ..LLAMA };
+
+pub(super) const OLMO2: ModelShape = ModelShape {
     arch: Arch::Olmo2,
     norm_place: NormPlace::Post,
     qk_norm: QkNorm::Full,
@@ -317,6 +287,9 @@ const OLMO2: ModelShape = ModelShape {
     tied: false,
     ..LLAMA
 };
+
+const OLMO3: ModelShape =
+    ModelShape { arch: Arch::Olmo3, window: 4096, window_pattern: 4, windowed_rope_theta: 5e5, ..OLMO2 };
 
 const GEMMA: ModelShape = ModelShape {
     arch: Arch::Gemma,
@@ -327,7 +300,58 @@ const GEMMA: ModelShape = ModelShape {
     ..LLAMA
 };
 
-const OLMOE: ModelShape = ModelShape {
+const GEMMA2: ModelShape = ModelShape {
+    arch: Arch::Gemma2,
+    norm_place: NormPlace::Both,
+    window: 4096,
+    window_pattern: 2,
+    attention_softcap: 50.0,
+    logit_softcap: 30.0,
+    ..GEMMA
+};
+
+pub(super) const GEMMA3: ModelShape = ModelShape {
+    arch: Arch::Gemma3,
+    norm_place: NormPlace::Both,
+    qk_norm: QkNorm::Head,
+    window: 512,
+    window_pattern: 6,
+    rope_theta: 1e6,
+    windowed_rope_theta: 1e4,
+    ..GEMMA
+};
+
+pub(super) const GPT_NEOX: ModelShape = ModelShape {
+    arch: Arch::GptNeoX,
+    parallel: Parallel::TwoNorms,
+    rope_fraction: 0.25,
+    activation: Activation::Gelu,
+    tied: false,
+    ..BIASED
+};
+
+const PHI: ModelShape = ModelShape {
+    arch: Arch::Phi,
+    parallel: Parallel::SharedNorm,
+    rope_fraction: 0.5,
+    head_bias: true,
+    tied: false,
+    ..BIASED
+};
+
+const PHI3: ModelShape = ModelShape { arch: Arch::Phi3, ..LLAMA };
+
+const STABLELM: ModelShape =
+    ModelShape { arch: Arch::StableLm, norm: NormKind::Layer, rope_fraction: 0.25, tied: false, ..LLAMA };
+
+const STARCODER2: ModelShape = ModelShape { arch: Arch::StarCoder2, ..BIASED };
+
+const GRANITE: ModelShape = ModelShape { arch: Arch::Granite, ..LLAMA };
+
+pub(super) const MIXTRAL: ModelShape =
+    ModelShape { arch: Arch::Mixtral, experts: 8, ffn: 176, rope_theta: 1e6, tied: false, ..LLAMA };
+
+pub(super) const OLMOE: ModelShape = ModelShape {
     arch: Arch::Olmoe,
     experts: 8,
     ffn: 176,
@@ -337,7 +361,7 @@ const OLMOE: ModelShape = ModelShape {
     ..LLAMA
 };
 
-const QWEN3_MOE: ModelShape = ModelShape {
+pub(super) const QWEN3_MOE: ModelShape = ModelShape {
     arch: Arch::Qwen3Moe,
     experts: 8,
     expert_ffn: 176,

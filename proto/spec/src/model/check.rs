@@ -243,20 +243,21 @@ impl ModelShape {
             ));
         }
         self.rope_scaling
-            .check()
+            .check(self.rotated_width() / 2)
             .map_err(|(problem, expected)| Invalid::new("model.rope_scaling", problem, expected))
     }
 }
 
 impl RopeScaling {
-    /// Checks the numbers; returns the problem and what was expected.
-    fn check(self) -> Result<(), (String, String)> {
-        let (factor, original) = match self {
+    /// Checks the numbers for so many rotated pairs; returns the problem and what was expected.
+    fn check(&self, pairs: usize) -> Result<(), (String, String)> {
+        let (factor, original) = match *self {
             Self::Default => return Ok(()),
             Self::Linear { factor } => (factor, 1),
             Self::Dynamic { factor, original_max_position_embeddings: original }
             | Self::Yarn { factor, original_max_position_embeddings: original, .. }
-            | Self::Llama3 { factor, original_max_position_embeddings: original, .. } => (factor, original),
+            | Self::Llama3 { factor, original_max_position_embeddings: original, .. }
+            | Self::LongRope { factor, original_max_position_embeddings: original, .. } => (factor, original),
         };
         if !(1.0..=MAX_ROPE).contains(&factor) {
             return Err((format!("factor = {factor}"), "a factor of at least 1".into()));
@@ -266,7 +267,7 @@ impl RopeScaling {
             return Err((format!("original_max_position_embeddings = {original}"), expected));
         }
         let in_order = |low: f64, high: f64| low > 0.0 && low < high && high <= MAX_ROPE;
-        match self {
+        match *self {
             Self::Llama3 { low_freq_factor: low, high_freq_factor: high, .. } if !in_order(low, high) => {
                 Err((
                     format!("low_freq_factor = {low}, high_freq_factor = {high}"),
@@ -276,12 +277,40 @@ impl RopeScaling {
             Self::Yarn { beta_fast: fast, beta_slow: slow, .. } if !in_order(slow, fast) => {
                 Err((format!("beta_fast = {fast}, beta_slow = {slow}"), "0 < beta_slow < beta_fast".into()))
             }
-            Self::Yarn { attention_factor: factor, .. } if !(0.0..=MAX_FACTOR).contains(&factor) => {
+            Self::Yarn { attention_factor: factor, .. } | Self::LongRope { attention_factor: factor, .. }
+                if !(0.0..=MAX_FACTOR).contains(&factor) =>
+            {
                 Err((format!("attention_factor = {factor}"), "0 to 1e6".into()))
+            }
+            // The default of attention_factor divides by its logarithm.
+            Self::LongRope { original_max_position_embeddings: 1, .. } => {
+                Err(("original_max_position_embeddings = 1".into(), "at least 2".into()))
+            }
+            Self::LongRope { .. } if !is_whole(factor * original as f64) => {
+                Err((format!("factor = {factor}"), format!("a quotient of a length by {original}")))
+            }
+            Self::LongRope { ref short_factor, ref long_factor, .. } => {
+                let fits = |factors: &[f64]| {
+                    factors.len() == pairs
+                        && factors.iter().all(|factor| *factor > 0.0 && *factor <= MAX_ROPE)
+                };
+                let lists = [("short_factor", short_factor), ("long_factor", long_factor)];
+                match lists.into_iter().find(|(_, factors)| !fits(factors)) {
+                    None => Ok(()),
+                    Some((key, factors)) => Err((
+                        format!("{key} has {} elements", factors.len()),
+                        format!("one above 0 for each of the {pairs} rotated pairs"),
+                    )),
+                }
             }
             _ => Ok(()),
         }
     }
+}
+
+/// Returns whether a number is whole but for rounding.
+fn is_whole(number: f64) -> bool {
+    (number - number.round()).abs() < 1e-6
 }
 
 fn head_dim_invalid(width: usize) -> Invalid {

@@ -87,13 +87,14 @@ impl ModelShape {
 
     /// Returns whether builds before 0.4, which ignore the keys that they do not know, compute the same model.
     pub fn is_known_before_0_4(&self) -> bool {
-        let Self { arch, rope_theta, rope_scaling, .. } = *self;
+        let Self { arch, rope_theta, ref rope_scaling, .. } = *self;
         let same_sizes = match arch {
             Arch::Gpt2 => self.kv_heads == self.heads && self.heads * self.head_dim == self.dim,
             Arch::Llama => matches!(rope_scaling, RopeScaling::Default | RopeScaling::Llama3 { .. }),
             _ => false,
         };
-        same_sizes && *self == Self { rope_theta, rope_scaling, ..arch.base().with_sizes(self) }
+        let known = arch.base().with_sizes(self);
+        same_sizes && *self == Self { rope_theta, rope_scaling: rope_scaling.clone(), ..known }
     }
 
     /// Returns D, the width of one head.

@@ -1,8 +1,8 @@
 //! Named shapes: published sizes of models, and two small ones of our own. Sequence lengths are those of training, as
 //! published configurations often allow longer ones than a default should.
 
-use super::arch::LLAMA;
-use super::{Arch, ModelShape, RopeScaling};
+use super::arch::{self, LLAMA};
+use super::{ModelShape, RopeScaling};
 
 /// The presets and their names.
 pub static PRESETS: [(&str, ModelShape); 24] = [
@@ -44,7 +44,7 @@ const fn gpt2(layers: usize, heads: usize) -> ModelShape {
         ffn: 4 * dim,
         seq: 1024,
         vocab: 50257,
-        ..Arch::Gpt2.base()
+        ..arch::GPT2
     }
 }
 
@@ -86,7 +86,12 @@ const LLAMA_1B: ModelShape = ModelShape {
     seq: 2048,
     vocab: 128_256,
     rope_theta: 5e5,
-    rope_scaling: llama3(32.0),
+    rope_scaling: RopeScaling::Llama3 {
+        factor: 32.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    },
     ..LLAMA
 };
 
@@ -100,18 +105,14 @@ const LLAMA_8B: ModelShape = ModelShape {
     dim: 4096,
     ffn: 14336,
     tied: false,
-    rope_scaling: llama3(8.0),
-    ..LLAMA_1B
-};
-
-const fn llama3(factor: f64) -> RopeScaling {
-    RopeScaling::Llama3 {
-        factor,
+    rope_scaling: RopeScaling::Llama3 {
+        factor: 8.0,
         low_freq_factor: 1.0,
         high_freq_factor: 4.0,
         original_max_position_embeddings: 8192,
-    }
-}
+    },
+    ..LLAMA_1B
+};
 
 const QWEN3_06B: ModelShape = ModelShape {
     layers: 28,
@@ -122,7 +123,7 @@ const QWEN3_06B: ModelShape = ModelShape {
     ffn: 3072,
     seq: 2048,
     vocab: 151_936,
-    ..Arch::Qwen3.base()
+    ..arch::QWEN3
 };
 
 const QWEN3_17B: ModelShape = ModelShape { dim: 2048, ffn: 6144, ..QWEN3_06B };
@@ -140,7 +141,7 @@ const QWEN25_05B: ModelShape = ModelShape {
     ffn: 4864,
     seq: 2048,
     vocab: 151_936,
-    ..Arch::Qwen2.base()
+    ..arch::QWEN2
 };
 
 const QWEN25_7B: ModelShape = ModelShape {
@@ -167,7 +168,7 @@ const MISTRAL_7B: ModelShape = ModelShape {
     vocab: 32768,
     tied: false,
     rope_theta: 1e6,
-    ..Arch::Mistral.base()
+    ..arch::MISTRAL
 };
 
 const SMOLLM3_3B: ModelShape = ModelShape {
@@ -181,7 +182,7 @@ const SMOLLM3_3B: ModelShape = ModelShape {
     vocab: 128_256,
     norm_eps: 1e-6,
     rope_theta: 5e6,
-    ..Arch::SmolLm3.base()
+    ..arch::SMOLLM3
 };
 
 const OLMO2_1B: ModelShape = ModelShape {
@@ -193,7 +194,7 @@ const OLMO2_1B: ModelShape = ModelShape {
     ffn: 8192,
     seq: 4096,
     vocab: 100_352,
-    ..Arch::Olmo2.base()
+    ..arch::OLMO2
 };
 
 const GEMMA3_1B: ModelShape = ModelShape {
@@ -205,7 +206,7 @@ const GEMMA3_1B: ModelShape = ModelShape {
     ffn: 6912,
     seq: 2048,
     vocab: 262_144,
-    ..Arch::Gemma3.base()
+    ..arch::GEMMA3
 };
 
 const PYTHIA_160M: ModelShape = ModelShape {
@@ -217,7 +218,7 @@ const PYTHIA_160M: ModelShape = ModelShape {
     ffn: 3072,
     seq: 2048,
     vocab: 50304,
-    ..Arch::GptNeoX.base()
+    ..arch::GPT_NEOX
 };
 
 const MIXTRAL_8X7B: ModelShape = ModelShape {
@@ -229,7 +230,7 @@ const MIXTRAL_8X7B: ModelShape = ModelShape {
     ffn: 14336,
     seq: 2048,
     vocab: 32000,
-    ..Arch::Mixtral.base()
+    ..arch::MIXTRAL
 };
 
 /// OLMoE 1B-7B 0924.
@@ -244,7 +245,7 @@ const OLMOE_1B_7B: ModelShape = ModelShape {
     vocab: 50304,
     experts: 64,
     experts_per_token: 8,
-    ..Arch::Olmoe.base()
+    ..arch::OLMOE
 };
 
 const QWEN3_30B_A3B: ModelShape = ModelShape {
@@ -259,5 +260,5 @@ const QWEN3_30B_A3B: ModelShape = ModelShape {
     experts: 128,
     experts_per_token: 8,
     expert_ffn: 768,
-    ..Arch::Qwen3Moe.base()
+    ..arch::QWEN3_MOE
 };

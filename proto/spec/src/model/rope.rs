@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// Scaling of the rotary wavelengths.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(tag = "rope_type", rename_all = "lowercase", deny_unknown_fields)]
 #[expect(missing_docs, reason = "the fields are documented at their variants")]
@@ -38,6 +38,18 @@ pub enum RopeScaling {
         low_freq_factor: f64,
         high_freq_factor: f64,
         original_max_position_embeddings: usize,
+    },
+    /// LongRoPE (Ding et al., 2024): the wavelength of each rotated pair is multiplied by its own factor, in contexts
+    /// longer than `original_max_position_embeddings` one of `long_factor`, in others one of `short_factor`. Queries
+    /// and keys are multiplied by `attention_factor`; 0 stands for
+    /// `sqrt(1 + ln(factor) / ln(original_max_position_embeddings))`.
+    LongRope {
+        factor: f64,
+        original_max_position_embeddings: usize,
+        #[serde(default)]
+        attention_factor: f64,
+        short_factor: Vec<f64>,
+        long_factor: Vec<f64>,
     },
 }
 

@@ -73,7 +73,7 @@ pub struct ModelSection {
     /// Base of the rotary position embedding's wavelengths.
     pub rope_theta: Option<f64>,
     /// Scaling of the rotary position embedding for longer sequences, as in `config.json`: a table with `rope_type`
-    /// (`default`, `linear`, `dynamic`, `yarn` or `llama3`) and the keys of that type.
+    /// (`default`, `linear`, `dynamic`, `yarn`, `llama3` or `longrope`) and the keys of that type.
     pub rope_scaling: Option<RopeScaling>,
     /// Part of each head that is rotated, above 0 and at most 1. It is rounded down to an even number of elements.
     pub rope_fraction: Option<f64>,
@@ -131,12 +131,12 @@ macro_rules! keys {
         impl ModelSection {
             /// Takes keys that are not set from a shape.
             pub fn complete(&mut self, shape: &ModelShape) {
-                $(self.$key.get_or_insert(shape.$key);)*
+                $(self.$key.get_or_insert_with(|| Clone::clone(&shape.$key));)*
             }
 
             /// Returns the shape in which keys that are not set are those of `base`.
             fn over(&self, base: &ModelShape) -> ModelShape {
-                ModelShape { $($key: self.$key.unwrap_or(base.$key)),* }
+                ModelShape { $($key: Clone::clone(self.$key.as_ref().unwrap_or(&base.$key))),* }
             }
         }
 

@@ -84,7 +84,17 @@ fn scaling_of_the_rotation_is_checked() {
         attention_factor,
         truncate: true,
     };
-    let resolve = |scaling| ModelSection { rope_scaling: Some(scaling), ..Default::default() }.resolve();
+    // Heads of 32 elements have 16 pairs.
+    let longrope = |pairs, factor, original_max_position_embeddings| RopeScaling::LongRope {
+        factor: 4.0,
+        original_max_position_embeddings,
+        attention_factor: 0.0,
+        short_factor: vec![1.0; 16],
+        long_factor: vec![factor; pairs],
+    };
+    let resolve = |scaling: &RopeScaling| {
+        ModelSection { rope_scaling: Some(scaling.clone()), ..Default::default() }.resolve()
+    };
     for scaling in [
         llama3(0.5, 1.0, 4.0, 8192),
         llama3(8.0, 4.0, 4.0, 8192),
@@ -94,11 +104,17 @@ fn scaling_of_the_rotation_is_checked() {
         RopeScaling::Dynamic { factor: 2.0, original_max_position_embeddings: 0 },
         yarn(1.0, 32.0, 1.0),
         yarn(32.0, 1.0, -1.0),
+        longrope(15, 2.0, 32),
+        longrope(16, 0.0, 32),
+        longrope(16, f64::NAN, 32),
+        longrope(16, 2.0, 1),
     ] {
-        assert_eq!(resolve(scaling).unwrap_err().key, "model.rope_scaling", "{scaling:?}");
+        assert_eq!(resolve(&scaling).unwrap_err().key, "model.rope_scaling", "{scaling:?}");
     }
-    for scaling in [llama3(8.0, 1.0, 4.0, 8192), yarn(32.0, 1.0, 0.0), RopeScaling::Default] {
-        assert_eq!(resolve(scaling).unwrap().rope_scaling, scaling);
+    let valid =
+        [llama3(8.0, 1.0, 4.0, 8192), yarn(32.0, 1.0, 0.0), longrope(16, 2.0, 32), RopeScaling::Default];
+    for scaling in valid {
+        assert_eq!(resolve(&scaling).unwrap().rope_scaling, scaling);
     }
 }
 

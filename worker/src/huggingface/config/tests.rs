@@ -290,6 +290,69 @@ fn published_configurations_are_read_as_presets() {
     assert_eq!(read(&pythia).unwrap(), preset("pythia-160m"));
 }
 
+#[test]
+fn longrope_of_phi_3_is_read_from_files_of_all_versions_and_written_for_them() {
+    // As Phi 4 mini is published, but for its factors.
+    let (short, long): (Vec<f64>, Vec<f64>) = (0..48).map(|pair| (1.0, 1.0 + f64::from(pair) * 0.75)).unzip();
+    let phi4 = json!({
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "bos_token_id": 199999, "embd_pdrop": 0.0,
+        "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+        "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": false,
+        "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "phi3",
+        "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096, "pad_token_id": 199999, "partial_rotary_factor": 0.75,
+        "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": long.clone(), "short_factor": short.clone(), "type": "longrope"},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": true,
+        "torch_dtype": "bfloat16", "transformers_version": "4.45.0", "use_cache": true, "vocab_size": 200064
+    });
+    let shape = read(&phi4).unwrap();
+    let expected = RopeScaling::LongRope {
+        factor: 32.0,
+        original_max_position_embeddings: 4096,
+        attention_factor: 0.0,
+        short_factor: short,
+        long_factor: long,
+    };
+    assert_eq!((&shape.rope_scaling, shape.rope_fraction, shape.seq), (&expected, 0.75, 131_072));
+    // Older names of the same scaling.
+    for name in ["su", "yarn"] {
+        let mut older = phi4.clone();
+        older["rope_scaling"]["type"] = json!(name);
+        assert_eq!(read(&older).unwrap(), shape, "{name}");
+    }
+    // Training sets another length of sequences, which changes no factor.
+    let trained = write_own(&ModelShape { seq: 2048, ..shape.clone() }, TokenIds::default());
+    assert_eq!(read(&trained).unwrap(), shape);
+    // Version 4 accepts these keys only.
+    let keys: Vec<_> = trained["rope_scaling"].as_object().unwrap().keys().collect();
+    assert_eq!(keys, ["long_factor", "rope_type", "short_factor"]);
+    assert_eq!(trained["max_position_embeddings"], json!(131_072));
+    for (key, value, expected) in [
+        ("original_max_position_embeddings", json!(8192), "outside of the table, 4096, instead"),
+        ("factor", json!(16), "max_position_embeddings / original_max_position_embeddings is 32"),
+        (
+            "short_factor",
+            json!([1, 2]),
+            "short_factor has 2 elements; expected one above 0 for each of the 48",
+        ),
+        ("long_factor", json!(["1"]), "`rope_parameters.long_factor`: it must be a list of numbers"),
+        (
+            "long_factor",
+            Value::Null,
+            "`rope_parameters.long_factor`: null is not supported: it must be a list",
+        ),
+        ("rope_type", json!("linear"), "only `default` and `longrope` are supported in this family"),
+    ] {
+        let mut config = trained.clone();
+        config.as_object_mut().unwrap().remove("rope_scaling");
+        config["rope_parameters"][key] = value;
+        let error = read(&config).unwrap_err().to_string();
+        assert!(error.contains(expected), "{key}: {error}");
+    }
+}
+
 /// Changes a key of a written configuration, `table.key` within a table, and expects a refusal that names it.
 fn refused(shape: &ModelShape, key: &str, value: Value) -> String {
     let mut config = write_own(shape, TokenIds::default());

@@ -30,6 +30,7 @@ pub use buffers::Row;
 use buffers::{Buffers, id, prompt_rows};
 
 use super::Model;
+use super::rope::{self, Rope};
 
 /// Maximum number of sequences that are decoded at once.
 pub const MAX_SLOTS: usize = GEMV_ROWS;
@@ -45,6 +46,8 @@ pub struct Decoder<'a> {
     /// Only ids below this can be generated.
     vocab: usize,
     cache: Vec<BlockCache>,
+    /// Rotary tables, if contexts of this capacity have other angles than the model's whole context.
+    rope: Option<Rope>,
     step: Buffers,
     /// Number of rows of the next step.
     rows: usize,
@@ -67,7 +70,7 @@ struct BlockCache {
 
 impl<'a> Decoder<'a> {
     /// Creates a cache for `slots` sequences of up to `capacity` tokens. Only ids below `vocab` are considered as most
-    /// likely.
+    /// likely. Where a scaling of the rotation depends on the length of the context, that is `capacity`.
     pub fn new(model: &'a Model, slots: usize, capacity: usize, vocab: usize) -> Result<Self> {
         let (shape, backend) = (&model.shape, &model.backend);
         let (slots, capacity) = (slots.clamp(1, MAX_SLOTS), capacity.clamp(1, shape.seq));
@@ -78,12 +81,15 @@ impl<'a> Decoder<'a> {
             Ok(BlockCache { keys, values })
         };
         let cache = (0..shape.layers).map(block).collect::<Result<_>>()?;
+        let rotates_alike = rope::rotates_alike(shape, [capacity, shape.seq]);
+        let rope = (!rotates_alike).then(|| Rope::new(backend, shape, capacity)).transpose()?;
         Ok(Self {
             model,
             slots,
             capacity,
             vocab: vocab.min(shape.vocab),
             cache,
+            rope,
             step: Buffers::new(model, slots, slots, capacity)?,
             rows: 0,
             last: backend.alloc(act, slots * shape.dim)?,

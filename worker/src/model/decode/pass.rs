@@ -142,7 +142,7 @@ impl Decoder<'_> {
         model.backend.run(CachedAttention {
             shape,
             qkv,
-            rope: model.rope_table(block).map(Tensor::all),
+            rope: self.rope.as_ref().unwrap_or(&model.rope).of_block(&model.shape, block).map(Tensor::all),
             slots: b.slots.slice(0..rows),
             positions: b.positions.slice(0..rows),
             distinct,
