@@ -1,4 +1,5 @@
-//! The GPT model, written once for every [`Backend`](xlaunch_engine::Backend): forward and a hand-written backward. There is no autograd.
+//! The GPT model, written once for every [`Backend`](xlaunch_engine::Backend): forward and a hand-written backward.
+//! There is no autograd.
 //!
 //! - [`layout`]: offsets of each parameter in the flat arenas;
 //! - [`init`]: initial weights;
