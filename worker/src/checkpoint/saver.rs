@@ -249,6 +249,13 @@ impl Saver {
     }
 }
 
+/// Returns whether two paths lead to the same directory. Links on the way may differ: the path to resume from is
+/// resolved, that of the directory of checkpoints is not.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let resolved = |path: &Path| fs_err::canonicalize(path).unwrap_or_else(|_| path.into());
+    one == other || resolved(one) == resolved(other)
+}
+
 /// Allocates buffers for the values of a portion.
 #[expect(clippy::print_stderr, reason = "the agent shows stderr; training continues")]
 fn allocate(host: &HostAllocator, len: usize, buffers: &Buffers) -> Result<Vec<Snapshot>, CheckpointError> {
@@ -377,7 +384,7 @@ impl Thread {
         };
         let candidate = |found: &directory::Found| {
             let state = found.state.as_ref().ok().filter(|state| belongs(state) && !found.pinned)?;
-            let is_source = self.source.as_ref() == Some(&found.path);
+            let is_source = self.source.as_ref().is_some_and(|source| is_same(source, &found.path));
             Some(Candidate { step: found.step, val_loss: state.val_loss, is_source })
         };
         let candidates = found.iter().filter_map(candidate).collect();

@@ -147,6 +147,15 @@ fn retention_deletes_own_and_continued_checkpoints_but_not_others() {
     save_of("new", 30, &parents, Some(20));
     save_of("new", 40, &parents, Some(20));
     assert_eq!(steps(), [600, 40, 20]);
+    // The directory may be reached through a link, the path to resume from never is.
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(dir.path(), &link).unwrap();
+    let source = Some(dir.path().canonicalize().unwrap().join(name(20)));
+    let retention = Retention { newest: 1, ..Retention::default() };
+    let settings = Settings { source, ..settings(&link, retention) };
+    let state = State { parents: parents.to_vec(), ..state("new", 45) };
+    save_with(settings, Disk::default(), Alone::default(), state).unwrap();
+    assert_eq!(steps(), [600, 45, 20]);
     save_of("new", 50, &parents, None);
     assert_eq!(steps(), [600, 50]);
 }
