@@ -9,6 +9,7 @@
 //! .old-step-00000030        replaced by another checkpoint of the same step
 //! ```
 
+use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -138,9 +139,9 @@ pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
 /// Resolves a path given by a user: it may be a checkpoint, a directory of checkpoints, or a run. For the latter two,
 /// this is the newest valid checkpoint. Also returns the rejected ones.
 pub fn locate(path: &Path) -> Result<(PathBuf, Vec<(PathBuf, CheckpointError)>), CheckpointError> {
-    let is_checkpoint = path.join(MANIFEST).exists()
-        || path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
-    if is_checkpoint {
+    // The name of a run may begin like that, such as `step-by-step`.
+    let has_name = |name: &OsStr| parse(name.to_str()?.split('.').next()?);
+    if path.join(MANIFEST).exists() || path.file_name().and_then(has_name).is_some() {
         return Ok((path.into(), Vec::new()));
     }
     let choice = match choose(path)? {

@@ -23,6 +23,17 @@ fn newest_valid_checkpoint_is_chosen_and_the_rejected_ones_are_named() {
 }
 
 #[test]
+fn run_whose_name_begins_like_that_of_a_checkpoint_is_a_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("step-by-step");
+    let checkpoint = save(&run.join(directory::CHECKPOINTS), 10);
+    assert_eq!(directory::locate(&run).unwrap().0, checkpoint);
+    // Not a directory of checkpoints, even if it has lost its manifest.
+    let damaged = dir.path().join("step-00000010.damaged-2");
+    assert_eq!(directory::locate(&damaged).unwrap().0, damaged);
+}
+
+#[test]
 fn newer_saves_that_were_never_completed_are_named_with_their_contents() {
     let dir = tempfile::tempdir().unwrap();
     let unfinished = |step, files: &[&str]| {
