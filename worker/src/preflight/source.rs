@@ -92,7 +92,9 @@ fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<C
         fs_err::read_dir(job_dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     // The directory also contains a link to the newest run, and marker files of nodes.
     runs.retain(|path| !path.is_symlink() && path.is_dir());
-    runs.sort_by_cached_key(|path| (started(path), path.clone()));
+    // A copy of a run has a new modification time, but the same name.
+    let named = runs.iter().all(|run| time_in_name(run).is_some() || started(run).is_none());
+    runs.sort_by_cached_key(|path| (time_in_name(path).filter(|_| named), started(path), path.clone()));
     let mut failure = None;
     for run in runs.iter().rev() {
         match directory::choose(&run_checkpoints(run)) {
@@ -111,8 +113,18 @@ fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<C
     failure.map_or(Ok(None), Err)
 }
 
-/// Returns the time at which a run started, when it wrote its description. On several nodes the name of a run does not
-/// tell: it is the id of the batch system's job, or an id given by the user.
+/// Returns the time in a name like `20261121-045035-0a1b2c3d`, to the second. A run has another name if it belongs to
+/// the job of a batch system, or if the user has given it an id.
+fn time_in_name(run: &Path) -> Option<String> {
+    let mut parts = run.file_name()?.to_str()?.splitn(3, '-');
+    let mut digits = |len| {
+        let part = parts.next()?;
+        (part.len() == len && part.bytes().all(|byte| byte.is_ascii_digit())).then_some(part)
+    };
+    Some([digits(8)?, digits(6)?].concat())
+}
+
+/// Returns the time at which a run started, when it wrote its description.
 fn started(run: &Path) -> Option<SystemTime> {
     fs_err::metadata(run.join("job.json")).and_then(|found| found.modified()).ok()
 }
@@ -168,5 +180,22 @@ mod tests {
         fs_err::write(job.path().join(".node-0123456789abcdef"), "").unwrap();
         let found = selected(&resuming("auto"), job.path(), &mut Vec::new()).unwrap();
         assert_eq!(found, Some(job.path().join("slurm-10.0/checkpoints/step-00000010")));
+    }
+
+    #[test]
+    fn newest_of_copied_runs_is_the_one_with_the_latest_time_in_its_name() {
+        let job = tempfile::tempdir().unwrap();
+        for run in ["20261121-045036-00000000", "20261121-045035-ffffffff"] {
+            let run = job.path().join(run);
+            save(&run.join("checkpoints"), 10);
+            fs_err::write(run.join("job.json"), "{}").unwrap();
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        fs_err::create_dir(job.path().join("notes")).unwrap();
+        let newest = || selected(&resuming("auto"), job.path(), &mut Vec::new()).unwrap().unwrap();
+        assert!(newest().starts_with(job.path().join("20261121-045036-00000000")), "{:?}", newest());
+        // The times of runs with other names are unknown.
+        fs_err::write(job.path().join("notes/job.json"), "{}").unwrap();
+        assert!(newest().starts_with(job.path().join("20261121-045035-ffffffff")), "{:?}", newest());
     }
 }
