@@ -140,6 +140,28 @@ impl Disk {
 
     /// fsync(2) of a directory: returns when its entries are on disk.
     pub fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        self.make(Operation::SyncDir(path), || File::open(path)?.sync_all())
+        self.make(Operation::SyncDir(path), || sync_dir(path))
+    }
+}
+
+/// fsync(2) of a directory. File systems that have no such operation, such as AFS and shared folders of VirtualBox,
+/// answer with `EINVAL`, and there is nothing else to do on them.
+pub fn sync_dir(path: &Path) -> io::Result<()> {
+    match File::open(path)?.sync_all() {
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(()),
+        synced => synced,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directory_that_cannot_be_synced_is_no_error() {
+        let in_proc = rustix::fs::fsync(std::fs::File::open("/proc").unwrap());
+        assert_eq!(in_proc, Err(Errno::INVAL), "a file system without this operation");
+        Disk::default().sync_dir(Path::new("/proc")).unwrap();
+        assert!(sync_dir(Path::new("/nonexistent")).is_err());
     }
 }

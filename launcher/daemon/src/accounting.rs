@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
+use xlaunch_proto::disk::sync_dir;
 use xlaunch_proto::v1::{JobAccount, JobKind, NodeJobState};
 
 use super::state::Usage;
@@ -194,7 +195,7 @@ impl Accounting {
         file.sync_data()?;
         if len == 0 {
             // The file may have just been created, so sync its directory too.
-            File::open(self.path.parent().unwrap_or(&self.path))?.sync_all()?;
+            sync_dir(self.path.parent().unwrap_or(&self.path))?;
         }
         Ok(())
     }

@@ -33,6 +33,7 @@ use std::path::{Path, PathBuf};
 
 use prost::Message;
 use rustix::fs::{CWD, Mode, OFlags};
+use xlaunch_proto::disk::sync_dir;
 use xlaunch_proto::env;
 use xlaunch_proto::v1::StatusReply;
 
@@ -42,7 +43,6 @@ use super::safe_open;
 use super::state::Element;
 use super::trash::Trash;
 use super::trusted_path;
-use durable::sync_dir;
 pub use durable::{is_full, remove_if_present, reserve_result, write, write_result};
 pub use records::{AgentRecord, Description, JobResult, PROTOCOL, ProcessId, RESULT, STATUS};
 

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use fs_err::File;
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use std::os::unix::fs::MetadataExt;
+use xlaunch_proto::disk::sync_dir;
 
 use super::writer::{PRODUCER, write_error};
 use super::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
@@ -34,7 +35,7 @@ pub(crate) struct Destination {
     target: PathBuf,
     temporary: PathBuf,
     /// The temporary directory, locked.
-    lock: File,
+    _lock: File,
     /// True if an earlier export is replaced.
     replaces: bool,
     committed: bool,
@@ -52,7 +53,7 @@ impl Destination {
             path: target.clone(),
             reason: "another export to it is running".into(),
         })?;
-        let destination = Self { target, temporary, lock, replaces, committed: false };
+        let destination = Self { target, temporary, _lock: lock, replaces, committed: false };
         destination.clear().map_err(|error| write_error(&destination.temporary, &error))?;
         Ok(destination)
     }
@@ -69,7 +70,7 @@ impl Destination {
     }
 
     fn put_in_place(&mut self) -> io::Result<()> {
-        self.lock.sync_all()?;
+        sync_dir(&self.temporary)?;
         if self.replaces {
             match renameat_with(CWD, &self.temporary, CWD, &self.target, RenameFlags::EXCHANGE) {
                 // The earlier export now has the temporary name; `drop` removes it.
@@ -196,7 +197,7 @@ fn lock(temporary: &Path) -> io::Result<Option<File>> {
 }
 
 fn sync_parent(path: &Path) -> io::Result<()> {
-    path.parent().map_or(Ok(()), |parent| File::open(parent)?.sync_all())
+    path.parent().map_or(Ok(()), sync_dir)
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
+use xlaunch_proto::disk::sync_dir;
 
 use super::records::RESULT;
 
@@ -68,8 +69,4 @@ pub fn remove_if_present(path: &Path) -> io::Result<()> {
 /// Returns whether a write failed because the disk or the quota is full, in which case it may succeed later.
 pub fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
-}
-
-pub(super) fn sync_dir(dir: &Path) -> io::Result<()> {
-    File::open(dir)?.sync_all()
 }

@@ -248,5 +248,20 @@ fn remove(dir: &Path, name: &str) -> Result<(), PrepareError> {
 }
 
 fn sync(dir: &Path) -> Result<(), PrepareError> {
-    File::open(dir).and_then(|dir| dir.sync_all()).map_err(|error| PrepareError::write(dir, &error))
+    match File::open(dir).and_then(|dir| dir.sync_all()) {
+        // The file system has no such operation for directories.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(()),
+        synced => synced.map_err(|error| PrepareError::write(dir, &error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directory_that_cannot_be_synced_is_no_error() {
+        sync(Path::new("/proc")).unwrap();
+        assert!(sync(Path::new("/nonexistent")).is_err());
+    }
 }
