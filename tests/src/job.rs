@@ -7,7 +7,7 @@ use std::process::Command;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{Output, Process, xlaunch_path, xlaunch_with_fail_points};
+use crate::{Output, Process, c_library, xlaunch_path, xlaunch_with_fail_points};
 
 /// A model and data small enough for steps of a few milliseconds.
 const CONFIG: &str = r#"
@@ -96,6 +96,15 @@ impl Job {
     /// Sets an environment variable for `xlaunch`.
     pub fn set_env(&mut self, name: &str, value: &str) {
         self.environment.push((name.into(), value.into()));
+    }
+
+    /// Creates a directory like one of a cloud drive; see `drive.c`.
+    pub fn create_drive(&mut self, name: &str) {
+        let (drive, library) = (self.path().join(name), self.path().join("drive.so"));
+        std::fs::create_dir(&drive).expect("create a directory");
+        c_library::build("drive.c", &library);
+        self.set_env("LD_PRELOAD", &library.display().to_string());
+        self.set_env("DRIVE", &drive.display().to_string());
     }
 
     /// Returns the command `xlaunch ARGS` in the job's directory.

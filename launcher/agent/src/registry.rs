@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use rustix::io::Errno;
 use xlaunch_spec::exit::ExitCode;
 
 use xlaunch_host::naming::{file_name, unique};
@@ -156,12 +157,22 @@ impl Entry {
         }
     }
 
-    /// Links a run's directory to the socket.
+    /// Links a run's directory to the socket, unless its file system has no links, as those of cloud drives and shared
+    /// folders of virtual machines: `xlaunch status` finds the launch by its name too.
     pub(crate) fn link_socket(&self, run: &Path) -> io::Result<()> {
         // An agent of the same node that was killed leaves its link behind, and a new one replaces it.
         let new = run.join(format!(".{SOCKET}-{}", self.name));
-        fs_err::os::unix::fs::symlink(self.socket(), &new)?;
-        fs_err::rename(new, run.join(SOCKET))
+        let has_no_links = |error: &io::Error| {
+            matches!(Errno::from_io_error(error), Some(Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS))
+        };
+        match std::os::unix::fs::symlink(self.socket(), &new) {
+            Ok(()) => fs_err::rename(new, run.join(SOCKET)),
+            Err(error) if has_no_links(&error) => Ok(()),
+            Err(error) => {
+                let message = format!("failed to create the link {}: {error}", new.display());
+                Err(io::Error::new(error.kind(), message))
+            }
+        }
     }
 
     /// Returns the entry's directory, which is private to this user.

@@ -17,6 +17,7 @@ xlaunch_harness::tests! {
     tiny_model_memorizes_eight_sequences,
     resumed_run_equals_uninterrupted_run_bit_for_bit,
     interrupted_and_resumed_run_equals_uninterrupted_run_bit_for_bit,
+    run_on_a_drive_without_links_sockets_and_synced_directories_is_resumed,
     stop_ends_the_sampling_of_a_text,
     full_disk_behind_the_console_fails_answers_and_no_run,
     suspended_launcher_ends_no_run,
@@ -183,6 +184,16 @@ fn resumed_run_equals_uninterrupted_run_bit_for_bit() {
 
 fn interrupted_and_resumed_run_equals_uninterrupted_run_bit_for_bit() {
     assert_interruption_changes_nothing(&["--nproc", "2", "--set", "train.steps=400"]);
+}
+
+fn run_on_a_drive_without_links_sockets_and_synced_directories_is_resumed() {
+    let mut job = Job::new();
+    job.create_drive("drive");
+    let run =
+        |args: &[&str]| job.run_ok(&[&["--nproc", "2", "--set", "job.output=\"drive\""], args].concat());
+    run(&["--set", "train.steps=4"]);
+    let resumed = run(&["--resume"]);
+    assert!(resumed.stderr.contains("resuming at step 5"), "{}", resumed.stderr);
 }
 
 fn stop_ends_the_sampling_of_a_text() {

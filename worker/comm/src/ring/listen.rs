@@ -28,21 +28,23 @@ enum Kind {
 }
 
 impl RingListener {
-    /// Listens on a unix socket in `dir`, or in the system's temporary directory if the path would be too long.
+    /// Listens on a unix socket in `dir`, or in the system's temporary directory if the path would be too long or the
+    /// file system has no sockets, as those of cloud drives and virtual machines.
     pub fn bind(dir: &Path, rank: usize) -> Result<Self> {
         let name = format!("ring-{}-{rank}.sock", std::process::id());
         let in_dir = dir.join(&name);
         let fits = in_dir.as_os_str().len() <= MAX_SOCKET_PATH;
+        // An earlier process with this id may have left its socket behind.
+        let _ = std::fs::remove_file(&in_dir);
+        let bound = if fits { UnixListener::bind(&in_dir).ok() } else { None };
         // Other users can create files in the temporary directory, but cannot guess this name.
         let unguessable = || format!("ring-{:016x}.sock", RandomState::new().hash_one(rank));
-        let path = if fits { in_dir } else { std::env::temp_dir().join(unguessable()) };
-        // An earlier process with this id may have left its socket behind.
-        let _ = std::fs::remove_file(&path);
+        let path = if bound.is_some() { in_dir } else { std::env::temp_dir().join(unguessable()) };
         let failed = |error: std::io::Error| CommError::PeerLost {
             peer: rank,
             reason: format!("failed to listen on {}: {error}", path.display()),
         };
-        let listener = UnixListener::bind(&path).map_err(failed)?;
+        let listener = bound.map_or_else(|| UnixListener::bind(&path), Ok).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let address = format!("unix:{}", path.display());
         Ok(Self { kind: Kind::Unix(listener, path), address })

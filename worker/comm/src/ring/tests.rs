@@ -30,6 +30,13 @@ fn listeners(world: usize, tcp: bool, dir: &std::path::Path) -> (Vec<RingListene
     (listeners, addresses)
 }
 
+#[test]
+fn ring_listens_in_the_temporary_directory_if_the_given_one_takes_no_socket() {
+    let listener = RingListener::bind(std::path::Path::new("/nonexistent"), 0).unwrap();
+    let address = listener.address().strip_prefix("unix:").unwrap();
+    assert!(std::path::Path::new(address).starts_with(std::env::temp_dir()), "{address}");
+}
+
 /// Runs `f` on every rank of a ring, each on its own thread.
 fn on_ring<R: Send>(world: usize, tcp: bool, f: impl Fn(Box<Ring>) -> R + Sync) -> Vec<R> {
     let dir = tempfile::tempdir().unwrap();
