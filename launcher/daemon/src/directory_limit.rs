@@ -62,8 +62,13 @@ pub(crate) async fn watch(
 /// Describes how a directory exceeds the limits; `None` if it does not.
 fn excess(dir: &Path) -> io::Result<Option<String>> {
     let disk = rustix::fs::statvfs(dir)?;
-    let max_bytes = disk.f_blocks.saturating_mul(disk.f_frsize) / PART_OF_DISK;
-    exceeds(dir, max_bytes, MAX_ENTRIES)
+    exceeds(dir, max_bytes(disk.f_blocks.saturating_mul(disk.f_frsize)), MAX_ENTRIES)
+}
+
+/// Returns the limit on a directory on a disk of this size. File systems in memory without a limit, and some others,
+/// report 0.
+fn max_bytes(disk: u64) -> u64 {
+    if disk == 0 { u64::MAX } else { disk / PART_OF_DISK }
 }
 
 /// [`excess`] with these limits. Links and mount points are not followed.
@@ -116,6 +121,11 @@ fn open(at: impl rustix::fd::AsFd, path: impl rustix::path::Arg) -> Result<Owned
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn limit_is_a_part_of_the_disk_if_its_size_is_known() {
+        assert_eq!([4000, 0].map(max_bytes), [1000, u64::MAX]);
+    }
 
     #[test]
     fn directory_is_measured_in_bytes_entries_and_depth_and_links_are_not_followed() {
