@@ -2,7 +2,7 @@
 
 use std::io;
 
-use nix::unistd::{Uid, User};
+use nix::unistd::{Uid, User, getgid, getuid};
 
 /// The account of a user who submits a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -12,10 +12,17 @@ pub struct Account {
     pub gid: u32,
 }
 
-/// Looks up the account with this user id. Blocks.
+/// Looks up the account with this user id. The daemon's own user has one in any case, unless it is root. Blocks.
 pub(crate) fn find(uid: u32) -> io::Result<Option<Account>> {
     let user = User::from_uid(Uid::from_raw(uid))?;
-    Ok(user.map(|user| Account { name: user.name, gid: user.gid.as_raw() }))
+    let account = user.map(|user| Account { name: user.name, gid: user.gid.as_raw() });
+    Ok(account.or_else(|| of_daemon(uid, getuid().as_raw(), getgid().as_raw())))
+}
+
+/// Returns an account for the user of a daemon in a container, where any user id can run programs. Its jobs have the
+/// same user and group as the daemon, so they get nothing that belongs to someone else.
+fn of_daemon(uid: u32, own: u32, gid: u32) -> Option<Account> {
+    (uid == own && own != 0).then(|| Account { name: uid.to_string(), gid })
 }
 
 /// Returns the label of a user in messages: the name, or the user id if it has no account. Blocks.
@@ -49,6 +56,13 @@ mod tests {
         let given = mismatch(1001, "anna", Some(&bob)).unwrap();
         assert!(given.contains("belonged to `anna`") && given.contains("belongs to `bob` now"), "{given}");
         assert!(mismatch(1001, "anna", None).unwrap().contains("no account on this node any more"));
+    }
+
+    #[test]
+    fn only_the_daemons_own_user_needs_no_account_unless_it_is_root() {
+        let own = Account { name: "7".into(), gid: 8 };
+        assert_eq!(of_daemon(7, 7, 8), Some(own));
+        assert_eq!([of_daemon(6, 7, 8), of_daemon(0, 0, 8)], [None, None]);
     }
 
     #[test]
