@@ -113,8 +113,18 @@ fn tools(value: Option<Value>) -> Result<Value, String> {
         None => value,
     };
     match value.kind() {
-        ValueKind::None | ValueKind::Seq => Ok(value),
-        kind => Err(format!("`tools` is a {kind}; expected a list of schemas")),
+        ValueKind::None => return Ok(value),
+        ValueKind::Seq => {}
+        kind => return Err(format!("`tools` is a {kind}; expected a list of schemas")),
+    }
+    // A template would print a schema in a string as a string, with its quotes escaped.
+    let schemas = value.try_iter().map_err(|error| error.to_string())?;
+    match schemas.enumerate().find(|(_, schema)| schema.kind() != ValueKind::Map) {
+        None => Ok(value),
+        Some((index, other)) => Err(format!(
+            "`tools[{index}]` is a {}; expected an object with the schema of a tool",
+            other.kind()
+        )),
     }
 }
 

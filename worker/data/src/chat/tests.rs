@@ -411,6 +411,10 @@ fn rows_that_are_no_chats_are_refused() {
             format!(r#"{{"tools": "x", "messages": [{}]}}"#, message("user")),
             "`tools` is a string, but not of JSON",
         ),
+        (
+            format!(r#"{{"tools": [{{}}, "{{}}"], "messages": [{}]}}"#, message("user")),
+            "`tools[1]` is a string; expected an object with the schema of a tool",
+        ),
     ] {
         let error = trained_on(CHATML, &row).unwrap_err();
         assert!(error.contains(reason), "{row}: {error}");
