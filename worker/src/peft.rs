@@ -327,8 +327,11 @@ fn whole(number: f64) -> Value {
 mod tests {
     use safetensors::Dtype;
     use safetensors::tensor::TensorView;
+    use xlaunch_data::TOKENIZER_FILE;
 
     use super::*;
+    use crate::pretrained::Source;
+    use crate::weights::Weights;
 
     #[test]
     fn every_linear_layer_of_every_family_is_a_module_with_its_name_in_peft() {
@@ -350,17 +353,18 @@ mod tests {
         }
     }
 
-    /// Writes an adapter of ones with the tensors whose names are kept, and reads it.
-    fn reread(
+    /// Writes an adapter of ones with the tensors whose names are kept.
+    fn write(
+        dir: &Path,
+        base: &Path,
         shape: &ModelShape,
         keys: &[(&str, Value)],
         keep: impl Fn(&str) -> bool,
-    ) -> Result<Adapter, String> {
+    ) {
         let lora = LoraSection { rank: 2, ..LoraSection::default() };
-        let dir = tempfile::tempdir().unwrap();
-        let mut config = config(shape, &lora, Path::new("base")).unwrap();
+        let mut config = config(shape, &lora, base).unwrap();
         keys.iter().for_each(|(key, value)| config[*key] = value.clone());
-        fs_err::write(dir.path().join(ADAPTER_CONFIG), config.to_string()).unwrap();
+        fs_err::write(dir.join(ADAPTER_CONFIG), config.to_string()).unwrap();
         let kept: Vec<Mapped> = tensors(shape, &layout(shape, &lora).unwrap())
             .into_iter()
             .filter(|tensor| keep(&tensor.name))
@@ -375,7 +379,17 @@ mod tests {
             (tensor.name.clone(), TensorView::new(Dtype::F32, tensor.shape.clone(), bytes).unwrap())
         };
         let file = safetensors::serialize(kept.iter().map(view), None).unwrap();
-        fs_err::write(dir.path().join(ADAPTER_WEIGHTS), file).unwrap();
+        fs_err::write(dir.join(ADAPTER_WEIGHTS), file).unwrap();
+    }
+
+    /// Writes such an adapter, and reads it.
+    fn reread(
+        shape: &ModelShape,
+        keys: &[(&str, Value)],
+        keep: impl Fn(&str) -> bool,
+    ) -> Result<Adapter, String> {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), Path::new("base"), shape, keys, keep);
         let directory = PeftDirectory::open(dir.path()).unwrap();
         directory.read(shape).map_err(|error| error.to_string())
     }
@@ -443,5 +457,45 @@ mod tests {
             (&written["target_modules"], &written["fan_in_fan_out"]),
             (&json!(["attn.c_proj"]), &json!(true))
         );
+    }
+
+    #[test]
+    fn tokenizer_and_template_beside_an_adapter_come_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let (base, adapter) = (dir.path().join("base"), dir.path().join("adapter"));
+        let model = json!({
+            "model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 7,
+        });
+        let text = |dir: &Path, token: &str| {
+            let special = json!({"id": 1, "content": token, "special": true, "single_word": false,
+                "lstrip": false, "rstrip": false, "normalized": false});
+            let file = json!({"added_tokens": [special],
+                "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}});
+            fs_err::write(dir.join(TOKENIZER_FILE), file.to_string()).unwrap();
+            fs_err::write(dir.join("chat_template.jinja"), token).unwrap();
+        };
+        fs_err::create_dir(&base).unwrap();
+        fs_err::create_dir(&adapter).unwrap();
+        fs_err::write(base.join("config.json"), model.to_string()).unwrap();
+        text(&base, "<base>");
+        let shape = Source::find(&base).unwrap().shape;
+        write(&adapter, &base, &shape, &[], |_| true);
+        let check = |token: &str| {
+            for source in [
+                Source::find(&adapter).unwrap(),
+                Source::find(&base).unwrap().with_adapter(Some(&adapter)).unwrap(),
+            ] {
+                let (tokenizer, inherited) = (source.tokenizer.unwrap(), source.inherited.unwrap());
+                assert_eq!(tokenizer.added_token(1), Some(token));
+                assert_eq!((inherited.chat_template(), inherited.end_ids()), (Some(token), vec![7]));
+            }
+            // What a job that starts from the adapter passes on.
+            let inherited = Weights::open(&adapter).unwrap().inherited().unwrap();
+            assert_eq!(inherited.chat_template(), Some(token));
+        };
+        check("<base>");
+        text(&adapter, "<own>");
+        check("<own>");
     }
 }

@@ -67,8 +67,7 @@ impl Source {
         }
         if crate::peft::PeftDirectory::is_one(path) {
             let weights = Weights::open(path)?;
-            let base = Self::find(weights.without_adapter().path())?;
-            return Ok(Self { weights, ..base });
+            return Self::find(weights.without_adapter().path())?.adapted(weights);
         }
         if huggingface::Directory::is_one(path) {
             return Self::hugging_face(path);
@@ -108,7 +107,22 @@ impl Source {
     /// Adds the adapter at `path`, if there is one.
     pub fn with_adapter(self, path: Option<&Path>) -> Result<Self, Refusal> {
         let Some(path) = path else { return Ok(self) };
-        Ok(Self { weights: self.weights.with_adapter(path)?, ..self })
+        let weights = self.weights.clone().with_adapter(path)?;
+        self.adapted(weights)
+    }
+
+    /// Replaces the weights by the same with an adapter. Files of a tokenizer that came with it come first.
+    fn adapted(self, weights: Weights) -> Result<Self, Refusal> {
+        let path = weights.path();
+        let tokenizer = if crate::peft::PeftDirectory::is_one(path) {
+            let file = path.join(TOKENIZER_FILE);
+            let tokenizer = file.is_file().then(|| Tokenizer::from_file(&file)).transpose();
+            tokenizer.map_err(|error| tokenizer_refusal(&error, ExitCode::Data))?
+        } else {
+            checkpoint::tokenizer(path)?
+        };
+        let (tokenizer, inherited) = (tokenizer.or(self.tokenizer), weights.inherited().or(self.inherited));
+        Ok(Self { tokenizer, inherited, weights, ..self })
     }
 
     /// Returns the tokenizer of this name (`bytes`, `gpt2`, or a file), or by default the model's own.

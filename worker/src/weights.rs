@@ -46,6 +46,19 @@ pub struct Adapted {
 }
 
 impl Adapted {
+    /// Returns the files that came with the weights. Those of a tokenizer beside the adapter come first: trainers for
+    /// PEFT save the tokenizer and the template that the adapter was trained with.
+    fn inherited(&self) -> Option<Inherited> {
+        match &self.state {
+            Some(state) => state.inherited.clone().or_else(|| self.base.inherited()),
+            None if self.path.join(TOKENIZER_FILE).is_file() => {
+                let Inherited { config, generation_config, .. } = self.base.inherited().unwrap_or_default();
+                Some(Inherited { config, generation_config, ..Inherited::read(&self.path) })
+            }
+            None => self.base.inherited(),
+        }
+    }
+
     /// Reads the weights with the adapter added, and requires that they are those that the adapter was trained with.
     fn read(&self, shape: &ModelShape, layout: &Layout, threads: &ThreadPool, sink: Sink<'_>) -> Result<()> {
         let (hash, abandoned) = (ValuesHash::default(), AtomicBool::new(false));
@@ -245,10 +258,7 @@ impl Weights {
         match self {
             Self::HuggingFace(directory) => Some(Inherited::read(directory.path())),
             Self::Checkpoint(_, state) => state.inherited.clone(),
-            Self::Adapted(adapted) => {
-                let own = adapted.state.as_ref().and_then(|state| state.inherited.clone());
-                own.or_else(|| adapted.base.inherited())
-            }
+            Self::Adapted(adapted) => adapted.inherited(),
             Self::File(_) => None,
         }
     }
