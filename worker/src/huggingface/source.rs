@@ -229,7 +229,7 @@ impl Directory {
                 bare = &head;
             }
             let Some((file, info, data)) = found.remove(bare) else {
-                return Err(tensor_error(&self.path, bare, "not found"));
+                return Err(tensor_error(&self.path, bare, &not_found(&tensor.name, found.keys())));
             };
             check_type(&files[file].0, bare, &info, &tensor)?;
             let at = data.saturating_add(info.data_offsets.0 as u64);
@@ -247,6 +247,16 @@ impl Directory {
             }
         }
     }
+}
+
+/// Describes a tensor that is missing. Wrappers such as that of `torch.compile` put a prefix before all names.
+fn not_found<'a>(name: &str, others: impl Iterator<Item = &'a String>) -> String {
+    let prefixes = others.filter_map(|other| other.strip_suffix(name)).filter(|prefix| prefix.ends_with('.'));
+    let Some(prefix) = prefixes.min() else { return "not found".into() };
+    let other = format!("{prefix}{name}");
+    format!(
+        "not found, but {other:?} is: save the model without its wrapper, or remove {prefix:?} from the names"
+    )
 }
 
 /// Returns whether two tensors, each a file, an offset and a length, have the same bytes.

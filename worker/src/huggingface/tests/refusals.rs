@@ -51,6 +51,31 @@ fn header_with_more_tensors_than_any_model_has_is_refused() {
 }
 
 #[test]
+fn names_with_the_prefix_of_a_wrapper_are_refused_with_the_prefix() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = &shapes()[0];
+    let (saved, _) = checkpoint(&dir.path().join("a"), shape);
+    let output = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+    let weights = output.join("model.safetensors");
+    let file = fs::read(&weights).unwrap();
+    let (length, rest) = file.split_first_chunk().unwrap();
+    let (header, values) = rest.split_at(usize::try_from(u64::from_le_bytes(*length)).unwrap());
+    let header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header).unwrap();
+    let wrapped = |(name, info)| {
+        let is_tensor = name != "__metadata__";
+        (if is_tensor { format!("_orig_mod.{name}") } else { name }, info)
+    };
+    let header = serde_json::Value::Object(header.into_iter().map(wrapped).collect()).to_string();
+    let length = (header.len() as u64).to_le_bytes();
+    fs::write(&weights, [&length[..], header.as_bytes(), values].concat()).unwrap();
+    let error = read(&output, shape).unwrap_err();
+    assert_eq!(error.exit(), ExitCode::Data, "{error}");
+    for text in [": not found, but \"_orig_mod.", "remove \"_orig_mod.\" from the names"] {
+        assert!(error.to_string().contains(text), "{error}");
+    }
+}
+
+#[test]
 fn pickles_and_adapters_are_refused_by_what_they_are() {
     const PICKLE: &[&str] = &["pickles are not read", "save_pretrained"];
     const ADAPTER: &[&str] = &["an adapter is read from its directory", "`save_pretrained(DIR)`"];
