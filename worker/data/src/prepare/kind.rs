@@ -43,6 +43,9 @@ const FOREIGN: [(&[u8], &str); 20] = [
     (b"\xfe\xff", "UTF-16 text; convert it to UTF-8"),
 ];
 
+/// Text has at most one NUL in this many bytes.
+const NUL_SHARE: usize = 64;
+
 /// Returns the kind of an input whose text starts with `head`. `named_field`: the user named a field of rows.
 ///
 /// # Errors
@@ -90,7 +93,12 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
     {
         return Some("a file of token ids; train on it as it is");
     }
-    FOREIGN.iter().find(|(magic, _)| head.starts_with(magic)).map(|(_, what)| *what)
+    let known = FOREIGN.iter().find(|(magic, _)| head.starts_with(magic)).map(|(_, what)| *what);
+    // Small ids, and English text in UTF-16, are UTF-8 as well.
+    let nuls = head.iter().filter(|byte| **byte == 0).count();
+    known.or((nuls * NUL_SHARE > head.len()).then_some(
+        "binary data with many NUL bytes, such as token ids; train on those as they are, and convert UTF-16 to UTF-8",
+    ))
 }
 
 /// Returns the extension of a file's name, ignoring that of its compression.
@@ -121,9 +129,12 @@ mod tests {
             (b"\x80\x04\x95", "pickle"),
             (b"\x10\0\0\0\0\0\0\0{\"__metadata__\"", "safetensors"),
             (b"SQLite format 3\0", "SQLite"),
+            (b"h\0e\0l\0l\0o\0", "convert UTF-16 to UTF-8"),
+            (b"\x2f\0\x01\0\x3a\0\0\0", "token ids"),
         ] {
             assert!(kind("a.txt", head).unwrap_err().contains(what), "{what}");
         }
+        assert_eq!(kind("a.txt", &[&[0][..], &[b'a'; 63]].concat()), Ok(Kind::Text));
         assert!(kind("a.parquet", b"text").unwrap_err().contains("not a Parquet file"));
     }
 }

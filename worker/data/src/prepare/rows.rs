@@ -161,8 +161,8 @@ pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io:
         }
         match record.get(index) {
             Some(text) => quote(text, line),
-            // This is not a JSON value, so it causes an error for this line.
-            None => line.extend_from_slice(b"a row without this column"),
+            // An object without the field, so it causes an error for this line.
+            None => line.extend_from_slice(b"{}"),
         }
         Ok(true)
     }))
@@ -244,7 +244,7 @@ mod tests {
     fn column_of_a_table_is_a_line_for_each_row() {
         let rows = |text: &'static str| separated(Box::new(text.as_bytes()), b',', "text");
         let out = read(rows("id,text\n1,\"a \"\"b\"\",\nc\"\n2,\u{e9}\n3\n").unwrap());
-        assert_eq!(out, "\"a \\\"b\\\",\\u000ac\"\n\"\u{e9}\"\na row without this column\n");
+        assert_eq!(out, "\"a \\\"b\\\",\\u000ac\"\n\"\u{e9}\"\n{}\n");
         assert_eq!(read(rows("text\n\0\n\"\n\0\"").unwrap()), "\"\\u0000\"\n\"\\u000a\\u0000\"\n");
         assert_eq!(read(rows("").unwrap()) + &read(rows("text\r\n\r\n").unwrap()), "");
         let error = rows("id,body\n").err().unwrap().to_string();

@@ -373,6 +373,8 @@ fn tables_have_a_document_per_row() {
     assert!(!error.contains("damaged"), "{error}");
     prepared.options.field = Some("id".into());
     assert!(prepared.error().contains("not one of strings"));
+    let short = Prepared::new(Tokenizer::gpt2()).with("a.csv", "id,text\n1,one\n2\n").error();
+    assert!(short.contains("a.csv:2: the object has no field `text`"), "{short}");
     // An unclosed quote would make one document of all rows after it.
     let open = Prepared::new(Tokenizer::gpt2()).with("a.csv", "text\none\n\"two\nthree\n");
     let error = open.error();
