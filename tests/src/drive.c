@@ -1,9 +1,11 @@
 /* Makes the directory DRIVE look like one on a file system that lacks some operations, as those of cloud drives and
- * virtual machines do: symbolic links, sockets, syncing of directories. Loaded by LD_PRELOAD. */
+ * virtual machines do: symbolic links, sockets, locks, syncing of directories. Loaded by LD_PRELOAD. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -31,6 +33,14 @@ int bind(int socket, const struct sockaddr *address, socklen_t length) {
     const struct sockaddr_un *name = (const struct sockaddr_un *)address;
     int fails = address->sa_family == AF_UNIX && is_on_drive(name->sun_path);
     return fails ? fail(EOPNOTSUPP) : real(socket, address, length);
+}
+
+int flock(int file, int operation) {
+    int (*real)(int, int) = dlsym(RTLD_NEXT, "flock");
+    char link[32], path[PATH_MAX] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    int is_known = readlink(link, path, sizeof path - 1) > 0;
+    return is_known && is_on_drive(path) ? fail(ENOSYS) : real(file, operation);
 }
 
 int fsync(int file) {

@@ -261,6 +261,7 @@ fn claim(dir: &Path, job: &str, bytes: u64, warnings: &mut Vec<String>) -> Resul
         |error: std::io::Error| CheckpointError::Write { path: dir.into(), reason: error.to_string() };
     fs_err::create_dir_all(dir).map_err(write)?;
     let lock = Lock::acquire(dir, &holder(job))?;
+    warnings.extend(lock.warning().map(str::to_owned));
     let unfinished = directory::clean(dir).map_err(write)?;
     warnings.extend(unfinished.iter().map(ToString::to_string));
     directory::check_writable(dir, bytes)?;

@@ -17,7 +17,7 @@ xlaunch_harness::tests! {
     tiny_model_memorizes_eight_sequences,
     resumed_run_equals_uninterrupted_run_bit_for_bit,
     interrupted_and_resumed_run_equals_uninterrupted_run_bit_for_bit,
-    run_on_a_drive_without_links_sockets_and_synced_directories_is_resumed,
+    run_on_a_drive_without_links_sockets_locks_and_synced_directories_is_resumed,
     stop_ends_the_sampling_of_a_text,
     full_disk_behind_the_console_fails_answers_and_no_run,
     suspended_launcher_ends_no_run,
@@ -186,7 +186,7 @@ fn interrupted_and_resumed_run_equals_uninterrupted_run_bit_for_bit() {
     assert_interruption_changes_nothing(&["--nproc", "2", "--set", "train.steps=400"]);
 }
 
-fn run_on_a_drive_without_links_sockets_and_synced_directories_is_resumed() {
+fn run_on_a_drive_without_links_sockets_locks_and_synced_directories_is_resumed() {
     let mut job = Job::new();
     job.create_drive("drive");
     let run =
@@ -194,6 +194,13 @@ fn run_on_a_drive_without_links_sockets_and_synced_directories_is_resumed() {
     run(&["--set", "train.steps=4"]);
     let resumed = run(&["--resume"]);
     assert!(resumed.stderr.contains("resuming at step 5"), "{}", resumed.stderr);
+    let shared = run(&["--set", "checkpoint.dir=\"drive/checkpoints\"", "--set", "train.steps=4"]);
+    let warning =
+        "checkpoints: its file system has no locks (Function not implemented (os error 38)); make sure";
+    assert!(shared.stderr.contains(warning), "{}", shared.stderr);
+    let export =
+        Process::spawn(&mut job.command(&["export", "drive/checkpoints", "--output", "drive/model"])).wait();
+    assert_eq!(export.code, 0, "{}", export.stderr);
 }
 
 fn stop_ends_the_sampling_of_a_text() {

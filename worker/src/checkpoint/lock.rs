@@ -1,9 +1,10 @@
 //! Locks a directory of checkpoints for one job: two jobs would delete and replace each other's checkpoints.
 
-use std::io::{Read, Seek, Write};
+use std::io::{self, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use fs_err::{File, OpenOptions};
+use rustix::io::Errno;
 
 /// Name of the locked file, which stays in the directory: removing it would let two jobs lock different files.
 const NAME: &str = ".lock";
@@ -14,6 +15,7 @@ const MAX_HOLDER_BYTES: u64 = 1024;
 #[derive(Debug)]
 pub struct Lock {
     _file: File,
+    warning: Option<String>,
 }
 
 /// Reason why a directory cannot be locked.
@@ -33,8 +35,16 @@ impl Lock {
         let path = dir.join(NAME);
         let mut options = OpenOptions::new();
         let mut file = options.read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
+        let mut warning = None;
         match file.file().try_lock() {
             Ok(()) => {}
+            Err(std::fs::TryLockError::Error(error)) if has_no_locks(&error) => {
+                warning = Some(format!(
+                    "checkpoint directory {}: its file system has no locks ({error}); make sure that no other job \
+                     uses it",
+                    dir.display()
+                ));
+            }
             Err(std::fs::TryLockError::WouldBlock) => {
                 let mut holder = String::new();
                 // The holder may be about to write its description; what matters is that the directory is in use.
@@ -46,8 +56,18 @@ impl Lock {
         }
         let written = file.set_len(0).and_then(|()| file.rewind()).and_then(|()| writeln!(file, "{holder}"));
         written.map_err(io)?;
-        Ok(Self { _file: file })
+        Ok(Self { _file: file, warning })
     }
+
+    /// Returns a warning for the user if the directory could not be locked.
+    pub(crate) fn warning(&self) -> Option<&str> {
+        self.warning.as_deref()
+    }
+}
+
+/// Returns whether a lock fails because the file system has none, such as Lustre that is mounted without `flock`.
+pub(crate) fn has_no_locks(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK))
 }
 
 #[cfg(test)]

@@ -53,6 +53,7 @@ use std::path::PathBuf;
 use xlaunch_spec::job::{JobSpec, Optimizer};
 use xlaunch_spec::model::ModelShape;
 
+pub(crate) use lock::has_no_locks;
 pub use lock::{Lock, LockError};
 pub use manifest::{Chunk, parse_hash};
 pub use memory::{Memory, Slot, Snapshot};

@@ -3,18 +3,19 @@
 //! Files are written to a hidden sibling directory, `.NAME.exporting`, which is renamed at the end. If an export is
 //! killed, the next export to the same place removes its leftovers. A lock keeps two exports apart.
 
+use std::fs::TryLockError;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use fs_err::File;
-use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
 use std::os::unix::fs::MetadataExt;
 use xlaunch_proto::disk::sync_dir;
 
 use super::writer::{PRODUCER, write_error};
 use super::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
 use super::{INDEX, ModelError, WEIGHTS, card};
-use crate::checkpoint::read_header;
+use crate::checkpoint::{has_no_locks, read_header};
 use crate::inherited::{CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG};
 
 /// Files of an export other than weights.
@@ -174,7 +175,7 @@ fn has_mark(path: &Path) -> bool {
     })
 }
 
-/// Creates and locks the temporary directory; `None` if another process holds the lock.
+/// Creates the temporary directory and locks it, if its file system can; `None` if another process holds the lock.
 fn lock(temporary: &Path) -> io::Result<Option<File>> {
     match fs_err::create_dir(temporary) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -184,10 +185,11 @@ fn lock(temporary: &Path) -> io::Result<Option<File>> {
         return Err(io::Error::other("it is not a directory"));
     }
     let file = File::open(temporary)?;
-    match flock(file.file(), FlockOperation::NonBlockingLockExclusive) {
+    match file.file().try_lock() {
         Ok(()) => {}
-        Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
-        Err(error) => return Err(error.into()),
+        Err(TryLockError::WouldBlock) => return Ok(None),
+        Err(TryLockError::Error(error)) if has_no_locks(&error) => return Ok(Some(file)),
+        Err(TryLockError::Error(error)) => return Err(error),
     }
     // The export that held the lock may have renamed or removed the directory in the meantime.
     let same = fs_err::metadata(temporary).is_ok_and(|now| {

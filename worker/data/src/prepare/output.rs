@@ -14,6 +14,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use super::PrepareError;
 use crate::TOKENIZER_FILE;
@@ -210,8 +211,9 @@ fn lock(dir: &Path) -> Result<File, PrepareError> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path);
     let file = file.map_err(|error| PrepareError::write(&path, &error))?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(in_use(dir)),
+        // Some file systems have no locks, such as Lustre that is mounted without `flock`.
+        Ok(()) | Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK) => Ok(file),
+        Err(Errno::WOULDBLOCK) => Err(in_use(dir)),
         Err(error) => Err(PrepareError::write(&path, &error.into())),
     }
 }
