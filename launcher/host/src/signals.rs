@@ -3,9 +3,10 @@
 //! Workers are in process groups of their own, so signals from the terminal reach only xlaunch, which passes them on.
 //! The job decides which signals stop it. SIGUSR1 and SIGUSR2, unless they are among those, are forwarded to the
 //! workers: schedulers use them to announce the end of an allocation. The trainer takes SIGUSR1 as a request for a
-//! checkpoint. SIGTSTP stops the workers, then xlaunch itself; SIGCONT continues both. A SIGHUP that was ignored when
-//! xlaunch started stays ignored, for `nohup`. An ignored SIGINT does not: shells ignore it for background commands,
-//! but a SIGINT sent to one of them explicitly is intended.
+//! checkpoint. SIGTSTP stops the workers, then xlaunch itself; SIGCONT continues both. Ctrl-Z has no effect on a
+//! terminal without a shell that could continue them. A SIGHUP that was ignored when xlaunch started stays ignored, for
+//! `nohup`. An ignored SIGINT does not: shells ignore it for background commands, but a SIGINT sent to one of them
+//! explicitly is intended.
 //!
 //! A launch listens from its beginning, before it has anything to stop: the kernel does not deliver signals without a
 //! handler to PID 1, which a launch in a container often is.
@@ -18,7 +19,7 @@ use tokio::sync::mpsc;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 
-use crate::spawn::short_signal_name;
+use crate::spawn::{short_signal_name, terminal};
 use crate::system_errors;
 
 /// The meaning of a signal for the job.
@@ -124,10 +125,20 @@ fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<Signal
         let requests = requests.clone();
         tokio::spawn(async move {
             // The receiver is gone when the job is over.
-            while signals.recv().await.is_some() && requests.send(request).is_ok() {}
+            while signals.recv().await.is_some() {
+                if !is_without_effect(request) && requests.send(request).is_err() {
+                    return;
+                }
+            }
         });
     }
     Ok(stream)
+}
+
+/// Returns whether this is Ctrl-Z on a terminal without a shell that could continue xlaunch. The kernel ignores it then
+/// for programs that do not handle it.
+fn is_without_effect(request: SignalRequest) -> bool {
+    request == SignalRequest::Suspend && terminal::is_in_foreground() && !terminal::has_shell()
 }
 
 /// Returns whether a process with this `/proc/PID/status` ignores the signal. Bit 0 of the mask is signal 1.

@@ -21,6 +21,7 @@ xlaunch_harness::tests! {
     ctrl_c_at_a_prompt_reaches_every_rank_once,
     ctrl_z_at_a_prompt_suspends_the_job_until_fg,
     worker_that_suspends_itself_on_a_terminal_suspends_the_job,
+    ctrl_z_has_no_effect_without_a_shell_that_could_continue_the_job,
     background_job_is_suspended_when_its_script_reads,
     background_job_whose_script_does_not_read_is_not_suspended,
     password_is_read_without_echo_in_any_rank,
@@ -239,19 +240,18 @@ fn ctrl_z_at_a_prompt_suspends_the_job_until_fg() {
     in_shell(&launch, &steps);
 }
 
-fn worker_that_suspends_itself_on_a_terminal_suspends_the_job() {
-    let launch = Launch::new();
-    // Editors and debuggers do this when they read Ctrl-Z as a key.
-    launch.write(
-        "editor.py",
-        "
+/// Editors and debuggers do this when they read Ctrl-Z as a key.
+const EDITOR: &str = "
 import os, signal
 if os.environ['RANK'] == '0':
     name = input('name? ')
     os.kill(0, signal.SIGTSTP)
     print('hello', name, input('again? '))
-",
-    );
+";
+
+fn worker_that_suspends_itself_on_a_terminal_suspends_the_job() {
+    let launch = Launch::new();
+    launch.write("editor.py", EDITOR);
     let steps = [
         send("$X --nproc-per-node 2 editor.py\n"),
         expect("name? "),
@@ -265,6 +265,22 @@ if os.environ['RANK'] == '0':
         expect("hello bob yes"),
     ];
     in_shell(&launch, &steps);
+}
+
+/// The terminal's session begins with xlaunch, as in `docker run -it`.
+fn ctrl_z_has_no_effect_without_a_shell_that_could_continue_the_job() {
+    let launch = Launch::new();
+    launch.write("ask.py", ASK);
+    launch.write("editor.py", EDITOR);
+    for (script, steps) in [
+        ("ask.py", vec![expect("name? "), send("\u{1a}"), send("bob\n"), expect("hello bob")]),
+        (
+            "editor.py",
+            vec![expect("name? "), send("bob\n"), expect("again? "), send("yes\n"), expect("hello bob yes")],
+        ),
+    ] {
+        launch_on_terminal(&launch, &steps, &["--nproc-per-node", "2", script]);
+    }
 }
 
 fn report_begins_on_a_new_line_after_an_unfinished_one() {

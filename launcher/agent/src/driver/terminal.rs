@@ -7,7 +7,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use super::Driver;
 use xlaunch_host::clock;
 use xlaunch_host::spawn::has_stopped_child;
-use xlaunch_host::spawn::terminal::{Answer, Relayed, Terminal};
+use xlaunch_host::spawn::terminal::{self, Answer, Relayed, Terminal};
 
 /// Time for the console to print the reason before this process stops.
 const REASON_FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
@@ -37,6 +37,10 @@ impl Driver<'_> {
 
     /// Acts on a signal of the terminal that was meant for the whole job, as if this process had received it.
     pub(super) fn relayed(&mut self, Relayed { worker, signal }: Relayed) {
+        if signal == Signal::TSTP && !terminal::has_shell() {
+            // It has stopped the worker.
+            return self.attempt.resume();
+        }
         self.attempt.has_received(worker, signal);
         // Cannot fail: the target is this process itself.
         let _ = kill_process(getpid(), signal);

@@ -236,6 +236,19 @@ fn answer(in_foreground: bool, is_orphaned: impl FnOnce() -> bool) -> Answer {
     }
 }
 
+/// Returns whether xlaunch is in the foreground of its controlling terminal.
+pub fn is_in_foreground() -> bool {
+    let foreground = controlling_terminal().and_then(|tty| Ok(tcgetpgrp(tty)?)).ok();
+    foreground.is_some() && foreground == Process::own().and_then(|own| to_pid(own.group))
+}
+
+/// Returns whether a shell could continue xlaunch if it was suspended. There is none in `docker run -it IMAGE xlaunch`
+/// or `tmux new xlaunch`, for example.
+pub fn has_shell() -> bool {
+    let own = Process::own().filter(|own| own.group != 0);
+    own.is_none_or(|own| !is_orphaned(&Process::all(), &own))
+}
+
 /// Returns whether the process group of `own` is orphaned: none of its members has a parent in another group of the
 /// session.
 fn is_orphaned(all: &[Process], own: &Process) -> bool {
