@@ -357,7 +357,7 @@ mod tests {
     fn flags_override_the_environment_and_both_override_the_file() {
         let variables =
             [("XLAUNCH_TRAIN_LR".into(), "0.5".into()), ("XLAUNCH_TRAIN_STEPS".into(), "7".into())];
-        let mut overrides = Override::from_environment(variables.into_iter());
+        let mut overrides = Override::from_environment(variables.into_iter()).unwrap();
         overrides.push(Override::from_flag("train.lr=0.25").unwrap());
         overrides.push(Override::from_flag("model.arch=gpt2").unwrap());
         let text = "[train]\nlr = 1.0\nsteps = 1\nbatch = 3\n";
@@ -381,8 +381,22 @@ mod tests {
     }
 
     fn variables(names: &[(&str, &str)]) -> Vec<Override> {
-        let variables = names.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-        Override::from_environment(variables)
+        let variables = names.iter().map(|(name, value)| (name.into(), value.into()));
+        Override::from_environment(variables).unwrap()
+    }
+
+    #[test]
+    fn variables_of_others_may_have_any_bytes_but_a_key_must_have_text() {
+        use std::os::unix::ffi::OsStringExt;
+        let bytes = || std::ffi::OsString::from_vec(b"a\xff".to_vec());
+        let others = [("PS1".into(), bytes()), (bytes(), "1".into()), ("XLAUNCH_JOB_ID".into(), bytes())];
+        assert_eq!(Override::from_environment(others.into_iter()).unwrap(), []);
+        let key = [("XLAUNCH_JOB_OUTPUT".into(), bytes())];
+        let refused = Override::from_environment(key.into_iter()).unwrap_err().to_string();
+        assert!(
+            refused.contains("environment variable XLAUNCH_JOB_OUTPUT") && refused.contains("UTF-8"),
+            "{refused}"
+        );
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Values that override the configuration file, and the origins of all values, so that errors can name the place.
 
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
 use xlaunch_proto::env;
@@ -43,22 +44,32 @@ impl Override {
 
     /// Extracts the overrides from these variables, sorted by name. Variables with the name of a section and an unknown
     /// key are included, so that [`load`](super::load) rejects them.
-    pub fn from_environment(variables: impl Iterator<Item = (String, String)>) -> Vec<Self> {
+    ///
+    /// # Errors
+    /// The value of a key is not UTF-8. Other variables may contain any bytes.
+    pub fn from_environment(
+        variables: impl Iterator<Item = (OsString, OsString)>,
+    ) -> Result<Vec<Self>, ConfigError> {
         let renamed = keys::RENAMED_KEYS.iter().map(|(old, _)| (*old).to_owned());
         let known: Vec<String> = keys::all().into_iter().chain(renamed).collect();
-        let variables: Vec<(String, String)> = variables.collect();
-        let mut found: Vec<Self> = variables
-            .iter()
-            .filter(|(name, value)| !is_of_others(name, value, &variables))
-            .filter_map(|(name, value)| {
-                let (name, value) = (name.clone(), value.clone());
-                let key = keys::of_variable(&name, &known)?;
-                let source = format!("environment variable {name}");
-                Some(Self { key, value, source, layer: Layer::Environment })
-            })
-            .collect();
+        // The name of a key is UTF-8.
+        let variables: Vec<(String, OsString)> =
+            variables.filter_map(|(name, value)| Some((name.into_string().ok()?, value))).collect();
+        let mut found = Vec::new();
+        for (name, value) in &variables {
+            if is_of_others(name, value, &variables) {
+                continue;
+            }
+            let Some(key) = keys::of_variable(name, &known) else { continue };
+            let source = format!("environment variable {name}");
+            let Some(text) = value.to_str() else {
+                let problem = format!("`{}` is not text", value.display());
+                return Err(ConfigError::value(&source, &problem, "UTF-8"));
+            };
+            found.push(Self { key, value: text.to_owned(), source, layer: Layer::Environment });
+        }
         found.sort_by(|a, b| a.key.cmp(&b.key));
-        found
+        Ok(found)
     }
 
     /// The name of the flag or variable, without the value.
@@ -71,7 +82,7 @@ impl Override {
 }
 
 /// Returns whether a variable that is named like a configuration key belongs to something else.
-fn is_of_others(name: &str, value: &str, all: &[(String, String)]) -> bool {
+fn is_of_others(name: &str, value: &OsStr, all: &[(String, OsString)]) -> bool {
     // The daemon passes each variable about a job to its hooks under two names.
     let in_hook = || {
         let rest = name.strip_prefix("XLAUNCH_JOB_")?;
@@ -79,7 +90,7 @@ fn is_of_others(name: &str, value: &str, all: &[(String, String)]) -> bool {
         Some(all.iter().any(|(name, of_hook)| *name == hook && of_hook == value))
     };
     // Agents set the job id for their workers, which may start another launch.
-    name == env::JOB_ID || is_service_link(name, value) || in_hook() == Some(true)
+    name == env::JOB_ID || is_service_link(name, &value.to_string_lossy()) || in_hook() == Some(true)
 }
 
 /// Returns whether the variable looks like a service link, judged by its name and value. Kubernetes sets those in each

@@ -41,7 +41,7 @@ pub(in crate::cli) fn load(
     launch: &Launch,
     fill_in: impl FnOnce(&mut JobSpec) -> Result<(), FillInError>,
 ) -> Result<JobSpec, Refusal> {
-    let mut overrides = Override::from_environment(std::env::vars());
+    let mut overrides = Override::from_environment(std::env::vars_os())?;
     let flag = |key: &str, value: String, source: String| Override {
         key: key.into(),
         value,
