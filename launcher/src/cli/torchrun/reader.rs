@@ -9,6 +9,10 @@ use super::line::Line;
 /// A process's environment.
 pub(super) type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
+/// Flags whose empty value counts as unset, as an empty variable does: scripts pass on variables that may not be set.
+/// torchrun does the same with most of them.
+const UNSET_IF_EMPTY: [&str; 4] = ["rdzv-endpoint", "rdzv-id", "master-addr", "local-addr"];
+
 /// Parses values and names their source in errors.
 #[derive(Clone, Copy)]
 pub(super) struct Reader<'a> {
@@ -70,6 +74,9 @@ impl Reader<'_> {
     fn written(&self, name: &str) -> Option<(OsString, String)> {
         let Some(given) = self.line.last(name) else { return self.in_environment(name) };
         let value = given.value.clone()?;
+        if value.is_empty() && UNSET_IF_EMPTY.contains(&name) {
+            return None;
+        }
         let source = format!("{} {}", given.written, value.display());
         Some((value, source))
     }

@@ -162,6 +162,8 @@ fn rendezvous_flags_set_the_master_address_and_run_id() {
         ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --master-port 5", None, "localhost", None),
         ("--standalone --rdzv-id x --rdzv-endpoint h:5 --master-port 6", None, "127.0.0.1", None),
         ("--local-addr 10.0.0.1", None, "10.0.0.1", None),
+        ("--rdzv-endpoint= --master-addr h --master-port 5 --local-addr=", None, "h", Some(5)),
+        ("--master-addr= --local-addr= --rdzv-id=", None, "127.0.0.1", None),
     ] {
         let spec = spec(&format!("{flags} a.py"), &[]);
         let found = (spec.run_id.as_deref(), spec.master_addr.as_str(), spec.master_port);

@@ -36,8 +36,9 @@ pub(super) fn port(text: &str) -> Result<Option<u16>, String> {
     Ok((port != 0).then_some(port))
 }
 
-/// Parses `HOST`, `HOST:PORT` or `[IPv6]:PORT`. An empty host is this host.
+/// Parses `HOST`, `HOST:PORT` or `[IPv6]:PORT`. An empty host is this host. As in torchrun, spaces may surround it.
 pub(super) fn endpoint(text: &str) -> Result<(String, Option<u16>), String> {
+    let text = text.trim();
     let (host, number) = match text.rsplit_once(':') {
         Some((host, number)) if !text.ends_with(']') => (host, port(number)?),
         _ => (text, None),
@@ -78,6 +79,10 @@ pub(super) fn backend(text: &str) -> Result<Backend, String> {
 
 /// Parses the endpoint of a group. Without a port, the backend's default port applies.
 pub(crate) fn group_endpoint(text: &str) -> Result<(String, Option<u16>), String> {
+    let text = text.trim();
+    if text.rsplit_once(':').map_or(text, |(host, _)| host).is_empty() {
+        return Err("expected HOST:PORT; the host is missing".into());
+    }
     let (host, port) = endpoint(text)?;
     let has_port = !text.ends_with(']') && text.contains(':');
     match (port, has_port) {
@@ -239,6 +244,7 @@ mod tests {
     fn host_and_port_of_an_endpoint_are_optional() {
         for (text, host, port) in [
             ("node7:29400", "node7", Some(29400)),
+            (" node7:29400\n", "node7", Some(29400)),
             ("localhost:0", "localhost", None),
             ("node7", "node7", None),
             (":29400", "127.0.0.1", Some(29400)),
@@ -283,12 +289,13 @@ mod tests {
         for (text, host, port) in [
             ("h", "h", None),
             ("h:7", "h", Some(7)),
+            (" [::1]:7 ", "::1", Some(7)),
             ("[fd77::1]", "fd77::1", None),
             ("[::1]:7", "::1", Some(7)),
         ] {
             assert_eq!(group_endpoint(text), Ok((host.into(), port)), "{text}");
         }
-        for text in ["h:0", "[::1]:0", "::1:29400", "h:70000", "h:"] {
+        for text in ["h:0", "[::1]:0", "::1:29400", "h:70000", "h:", ":29400", " "] {
             assert!(group_endpoint(text).is_err(), "{text}");
         }
     }

@@ -89,6 +89,26 @@ fn flags_have_the_meaning_and_defaults_of_torchrun() {
 }
 
 #[test]
+fn empty_value_of_an_address_or_id_counts_as_not_given() {
+    for (flags, expected) in [
+        ("--nnodes 2 --rdzv-endpoint= --master-addr h0 --master-port 5", "2 0 static h0:5 -"),
+        ("--nnodes 2 --rdzv-endpoint h0 --master-addr= --local-addr= --rdzv-id=", "2 0 static h0:29500 -"),
+    ] {
+        let spec = spec(flags, &[], None);
+        assert_eq!((summary(&spec).as_str(), spec.local_addr), (expected, None), "{flags}");
+    }
+    let of_engine = spec("--master-addr= --rdzv-id=", &[], Some(step(true)));
+    assert_eq!(summary(&of_engine), "4 1 static h0:20001 slurm-7.0");
+    for flags in ["--nnodes 2 --master-addr=", "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint="] {
+        let refused = group(flags, &[], None).unwrap_err();
+        assert!(refused.contains("use --rdzv-endpoint HOST:PORT"), "{refused}");
+    }
+    // Without the host, every node would look for the coordinator on itself.
+    let refused = group("--nnodes 2 --rdzv-endpoint :29500", &[], None).unwrap_err();
+    assert_eq!(refused, "--rdzv-endpoint :29500: expected HOST:PORT; the host is missing");
+}
+
+#[test]
 fn one_node_needs_no_group_and_looks_for_no_engine() {
     let unusable = || Err("an engine was detected".into());
     for flags in ["--nnodes 1", "--nnodes 1:1 --node-rank 0 --rdzv-endpoint h:5", "--standalone"] {
