@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Write};
 use xlaunch_spec::exit::ExitCode;
 
 use crate::render::text::escape;
-use xlaunch_agent::stderr::print_line;
+use xlaunch_agent::stderr::{print_line, write_all};
 use xlaunch_host::clock;
 use xlaunch_spec::refusal::Refusal;
 
@@ -63,9 +63,8 @@ pub(super) fn print_note(text: &str) {
 
 /// Prints the summary and the failure report of a job. Errors are ignored: the streams may be closed.
 pub(super) fn print_end(summary: &str, report: &str) {
-    let mut stdout = io::stdout().lock();
-    let _ = stdout.write_all(summary.as_bytes()).and_then(|()| stdout.flush());
-    let _ = io::stderr().write_all(report.as_bytes());
+    let _ = write(summary.as_bytes());
+    let _ = write_all(io::stderr().lock(), report.as_bytes());
 }
 
 /// Prints part of the answer to stdout.
@@ -75,7 +74,8 @@ pub(super) fn print(bytes: &[u8]) -> Result<(), QueryError> {
 
 fn write(bytes: &[u8]) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
-    stdout.write_all(bytes).and_then(|()| stdout.flush())
+    stdout.flush()?;
+    write_all(stdout, bytes)
 }
 
 fn not_written(error: &io::Error) -> QueryError {

@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
 use xlaunch_host::spawn::output::follow_size;
 
 use super::lines::{Lines, Piece};
 use super::lock;
+use crate::stderr::wait_for_room;
 
 /// Limit on the bytes that a writer writes in one turn. A single line may exceed it.
 const TURN_BYTES: usize = 32 << 10;
@@ -158,10 +158,7 @@ impl Console {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 // Another program may have set the shared terminal to non-blocking.
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    // If the wait is interrupted or fails, the next write reports the reason.
-                    let _ = poll(&mut [PollFd::new(&self.fd, PollFlags::OUT)], None);
-                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => wait_for_room(&self.fd),
                 Err(error) => return self.lose(bytes, &error),
             }
         }
