@@ -100,11 +100,15 @@ async fn handshake(
 ) -> Answer {
     let mut early_bytes = 0;
     let theirs = loop {
-        match line(stdout).await {
-            Some(line) if line.starts_with(GREETING) => break line[GREETING.len()..].to_owned(),
-            Some(line) if early_bytes <= MAX_EARLY_BYTES => early_bytes += line.len() + 1,
-            _ => return Answer::Ended { greeted: false },
+        let Some(line) = line(stdout).await else { return Answer::Ended { greeted: false } };
+        // A login script may have begun the line, for example with a title for the terminal.
+        if let Some((_, build)) = line.split_once(GREETING) {
+            break build.to_owned();
         }
+        if early_bytes > MAX_EARLY_BYTES {
+            return Answer::Ended { greeted: false };
+        }
+        early_bytes += line.len() + 1;
     };
     if theirs != build {
         return Answer::OtherBuild(theirs);
@@ -138,4 +142,18 @@ async fn collect(from: &mut (impl AsyncRead + Unpin), kept: &mut Vec<u8>) {
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn greeting_may_follow_an_unfinished_line_of_a_login_script() {
+        let mut client = Command::new("sh");
+        let script = format!("printf 'Welcome\\n\\033]0;title\\007'; echo '{GREETING}BUILD'; echo {READY}");
+        client.arg("-c").arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let opened = open(client, b"", "BUILD").await;
+        assert!(opened.is_ok(), "{opened:?}");
+    }
 }
