@@ -118,14 +118,19 @@ impl Entry {
     /// # Errors
     /// Fails if it cannot be created, or if another user has taken the name of the registry.
     pub(crate) fn restore(&self) -> io::Result<bool> {
-        use std::os::unix::fs::MetadataExt;
+        use std::os::unix::fs::{DirBuilderExt, MetadataExt};
         let mut state = self.state();
         let held = state.dir.metadata()?;
         let is_held = |found: std::fs::Metadata| (found.dev(), found.ino()) == (held.dev(), held.ino());
         if std::fs::symlink_metadata(&self.path).is_ok_and(is_held) {
             return Ok(false);
         }
-        for dir in self.path.parent().into_iter().chain([&*self.path]) {
+        let registry = self.path.parent();
+        if let Some(parent) = registry.and_then(Path::parent) {
+            // `TMPDIR` may be a directory of the user's own, which was deleted too.
+            std::fs::DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
+        }
+        for dir in registry.into_iter().chain([&*self.path]) {
             ensure_private(dir, true)?;
         }
         let dir = File::open(&self.path)?;
@@ -250,12 +255,14 @@ fn registry_dirs_in(
     home: Option<PathBuf>,
 ) -> Vec<PathBuf> {
     let user = rustix::process::getuid().as_raw();
-    let runtime = runtime.unwrap_or_else(|| format!("/run/user/{user}").into());
     let temporary = temporary.filter(|dir| dir.as_os_str().len() <= MAX_TEMP_DIR_LEN);
-    let mut dirs = vec![runtime];
+    let mut dirs = Vec::from_iter(runtime);
     dirs.extend(temporary.into_iter().chain(fallbacks.iter().map(PathBuf::from)));
     // Another user may have taken the name in the temporary directories.
     dirs.extend(home.map(|home| home.join(".cache")));
+    // Queries from outside of a login session find launches of one here. A launch from outside uses it last: systemd
+    // removes it at the user's last logout, which does not end services or jobs of cron.
+    dirs.push(format!("/run/user/{user}").into());
     let mut registry_dirs: Vec<PathBuf> = Vec::new();
     for registry in dirs.iter().map(|dir| dir.join(format!("xlaunch-{user}"))) {
         if !registry_dirs.contains(&registry) {
@@ -316,12 +323,14 @@ mod tests {
     fn deleted_entry_is_created_again_with_its_lock_and_its_link() {
         use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
-        let (registry, run) = (dir.path().join("registry"), dir.path().join("run"));
+        let (temporary, run) = (dir.path().join("tmp"), dir.path().join("run"));
+        let registry = temporary.join("registry");
+        fs_err::create_dir(&temporary).unwrap();
         fs_err::create_dir(&run).unwrap();
         let entry = Entry::create_in(&registry, "a", "1").unwrap();
         entry.link_run_dir(&run).unwrap();
         assert!(!entry.restore().unwrap());
-        for dir in [&registry, &run] {
+        for dir in [&temporary, &run] {
             fs_err::remove_dir_all(dir).unwrap();
         }
         fs_err::create_dir(&run).unwrap();
@@ -382,7 +391,8 @@ mod tests {
         let user = rustix::process::getuid();
         let name = format!("xlaunch-{}", user.as_raw());
         let none = dir.path().join("none");
-        assert_eq!(registries, [none.join(&name), temporary.join(&name), home.join(".cache").join(&name)]);
+        let expected = [none.join(&name), temporary.join(&name), home.join(".cache").join(&name)];
+        assert_eq!(registries[..3], expected);
         // Only root can create a directory of another user. A link to a directory is refused as well.
         let (taken, problem) =
             (&registries[1], if user.is_root() { "user 65534" } else { "not a directory" });
@@ -394,11 +404,21 @@ mod tests {
         }
         let entry = Entry::create_in_first(&registries, "n", "1").unwrap();
         assert!(entry.path().starts_with(&registries[2]), "{}", entry.path().display());
-        assert_eq!(registries.iter().flat_map(|registry| names(registry)).collect::<Vec<_>>(), ["n-1"]);
+        assert_eq!(registries[..3].iter().flat_map(|registry| names(registry)).collect::<Vec<_>>(), ["n-1"]);
         let refused = Entry::create_in_first(&registries[..2], "n", "1").unwrap_err().message;
         assert!(refused.contains(problem) && refused.contains("set XDG_RUNTIME_DIR"), "{refused}");
         let missing = format!("\n  {}: the parent directory does not exist", registries[0].display());
         assert!(refused.contains(&missing), "{refused}");
+    }
+
+    #[test]
+    fn launch_outside_of_a_login_session_does_not_depend_on_one() {
+        let user = rustix::process::getuid().as_raw();
+        let dirs = |runtime: Option<&str>| registry_dirs_in(runtime.map(Into::into), None, &["/tmp"], None);
+        let [of_session, temporary] = [format!("/run/user/{user}"), "/tmp".to_owned()]
+            .map(|dir| Path::new(&dir).join(format!("xlaunch-{user}")));
+        assert_eq!(dirs(None), [temporary.clone(), of_session.clone()]);
+        assert_eq!(dirs(Some(&format!("/run/user/{user}"))), [of_session, temporary]);
     }
 
     #[test]
