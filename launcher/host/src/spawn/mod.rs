@@ -55,6 +55,9 @@ pub use exit::Exit;
 pub use exit::short_signal_name;
 pub use oom::OomKills;
 
+/// Flags of a worker's pidfd. `NONBLOCK` is not among them because it needs Linux 5.10.
+const PIDFD_FLAGS: PidfdFlags = PidfdFlags::empty();
+
 /// A running worker.
 #[derive(Debug)]
 pub struct Worker {
@@ -162,8 +165,7 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     }
     let mut child = children::spawn(&mut command)?;
     let pid = Pid::from_child(&child);
-    // `NONBLOCK` is not used because it needs Linux 5.10.
-    match pidfd_open(pid, PidfdFlags::empty()) {
+    match pidfd_open(pid, PIDFD_FLAGS) {
         Ok(pidfd) => {
             let worker = Worker { pid: child.id(), pid_typed: pid, pidfd: Arc::new(pidfd) };
             Ok(Spawned { worker, stdout: stdout.reader, stderr: stderr.reader })
@@ -186,7 +188,7 @@ impl Worker {
     pub fn adopted(pid: u32) -> io::Result<Self> {
         let typed = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let typed = typed.ok_or_else(|| io::Error::other(format!("{pid} is not a process id")))?;
-        let pidfd = pidfd_open(typed, PidfdFlags::NONBLOCK)?;
+        let pidfd = pidfd_open(typed, PIDFD_FLAGS)?;
         Ok(Self { pid, pid_typed: typed, pidfd: Arc::new(pidfd) })
     }
 

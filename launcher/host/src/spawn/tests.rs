@@ -371,3 +371,13 @@ fn dropped_reaper_exits_and_removes_nothing() {
     drop(reaper);
     assert!(!alive(pid) && dir.path().exists());
 }
+
+#[test]
+fn pidfd_of_an_adopted_worker_needs_no_newer_kernel_than_others() {
+    let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+    let worker = Worker::adopted(child.id()).unwrap();
+    let flags = rustix::fs::fcntl_getfl(&*worker.watch()).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(!flags.contains(rustix::fs::OFlags::NONBLOCK), "{flags:?}");
+}
