@@ -2,6 +2,7 @@
 
 mod constants;
 mod modules;
+mod paths;
 mod readme;
 mod width;
 mod words;
@@ -17,7 +18,7 @@ use crate::{Error, proto};
 type Check = fn(&Workspace) -> Result<Vec<Violation>, Error>;
 
 /// Names and descriptions of the checks, in the order in which they run.
-const CHECKS: [(&str, &str, Check); 6] = [
+const CHECKS: [(&str, &str, Check); 7] = [
     (
         "modules",
         "neither the top-level modules nor the files of a crate import each other in a circle",
@@ -26,6 +27,7 @@ const CHECKS: [(&str, &str, Check); 6] = [
     ("constants", "a constant's name is defined once per crate", |w| crates(w, constants::check)),
     ("width", "lines have at most 120 columns", |w| files(w, width::check)),
     ("words", "comments and documents use the field's words", |w| files(w, words::check)),
+    ("paths", "documents for developers name files that exist", paths_check),
     ("readme", "README.md has at most 1000 words", readme_check),
     ("proto", "generated gRPC code is current", proto::check),
 ];
@@ -87,6 +89,15 @@ fn files(workspace: &Workspace, check: fn(&Path, &str) -> Vec<Violation>) -> Res
         if EXTENSIONS.contains(&extension) && !file.starts_with("proto/src/generated") {
             violations.extend(check(file, &workspace.read(file)?));
         }
+    }
+    Ok(violations)
+}
+
+fn paths_check(workspace: &Workspace) -> Result<Vec<Violation>, Error> {
+    let mut violations = Vec::new();
+    for document in paths::DOCUMENTS.map(Path::new) {
+        let exists = |path: &str| workspace.root.join(path).exists();
+        violations.extend(paths::check(document, &workspace.read(document)?, exists));
     }
     Ok(violations)
 }
