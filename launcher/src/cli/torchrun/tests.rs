@@ -199,10 +199,11 @@ fn environment_variables_replace_missing_flags() {
 #[test]
 fn invalid_values_are_refused_with_what_was_expected() {
     for (line, words) in [
-        ("--nproc many a.py", "--nproc many: expected a number from 1, auto, gpu or cpu"),
+        ("--nproc many a.py", "--nproc many: expected a number from 1 to 65536, auto, gpu or cpu"),
         ("--nproc_per_node=many a.py", "--nproc_per_node many: expected a number from 1"),
         ("-t 5 a.py", "-t 5: expected 0 (none), 1 (stdout)"),
         ("--nproc 0 a.py", "expected a number from 1"),
+        ("--nproc 4294967295 a.py", "expected a number from 1 to 65536"),
         ("--max-restarts -1 a.py", "--max-restarts -1: expected a whole number"),
         ("--nnodes 0 a.py", "--nnodes 0: expected a number of nodes, N or MIN:MAX, from 1 to 65536"),
         ("--node-rank 1 a.py", "--node-rank 1 is outside the range: the job has one node"),

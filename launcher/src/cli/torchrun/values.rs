@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use xlaunch_spec::command::{
-    Backend, Binding, MAX_NODES, MAX_TIMEOUT, NodeCount, Nproc, PerRank, Signal, Streams,
+    Backend, Binding, MAX_NODES, MAX_NPROC, MAX_TIMEOUT, NodeCount, Nproc, PerRank, Signal, Streams,
 };
 use xlaunch_spec::quantities::parse_seconds;
 
@@ -19,8 +19,8 @@ pub(super) fn nproc(text: &str) -> Result<Nproc, String> {
         "gpu" => Ok(Nproc::Gpu),
         "cpu" => Ok(Nproc::Cpu),
         _ => match whole(text) {
-            Ok(count) if count > 0 => Ok(Nproc::Count(count)),
-            _ => Err("expected a number from 1, auto, gpu or cpu".into()),
+            Ok(count) if (1..=MAX_NPROC).contains(&count) => Ok(Nproc::Count(count)),
+            _ => Err(format!("expected a number from 1 to {MAX_NPROC}, auto, gpu or cpu")),
         },
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 
-use super::{CommandSpec, CommandSpecError, MAX_TIMEOUT, Nproc, Program};
+use super::{CommandSpec, CommandSpecError, MAX_NPROC, MAX_TIMEOUT, Nproc, Program};
 
 pub(super) const MAX_ARGUMENTS: usize = 4096;
 /// Maximum total size of the arguments, with their terminating zeros.
@@ -16,8 +16,10 @@ pub(super) const MAX_ENTRIES: usize = 4096;
 impl CommandSpec {
     /// Checks a description that comes from another process: lengths are bounded, and no text contains a zero byte.
     pub fn check(&self) -> Result<(), CommandSpecError> {
-        if self.nproc == Nproc::Count(0) {
-            return Err(invalid("nproc", "is 0, expected at least 1".into()));
+        if let Nproc::Count(count) = self.nproc
+            && !(1..=MAX_NPROC).contains(&count)
+        {
+            return Err(invalid("nproc", format!("is {count}, expected 1 to {MAX_NPROC}")));
         }
         let target = self.program.target();
         at_most("arguments", "entries", self.arguments.len(), MAX_ARGUMENTS)?;

@@ -28,6 +28,8 @@ pub use signal::Signal;
 
 /// Version of the serialised form.
 pub const COMMAND_SPEC_VERSION: u32 = 1;
+/// Maximum number of workers on a node.
+pub const MAX_NPROC: u32 = 1 << 16;
 /// Maximum timeout. It can be added to any instant without overflow.
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
 

@@ -1,6 +1,7 @@
 //! The rules between the values of a job.
 
 use super::{Device, JobSection, JobSpec, Precision, Schedule, Tokenizer, WireDtype, data_source, sizes};
+use crate::command::MAX_NPROC;
 use crate::invalid::{Invalid, positive, positive_in_fp32, within};
 
 impl JobSpec {
@@ -11,8 +12,9 @@ impl JobSpec {
             0 => Err(Invalid::new(key, "0 is out of range".into(), "at least 1".into())),
             _ => Ok(()),
         };
-        if self.launch.nproc == Some(0) {
-            return Err(Invalid::new("launch.nproc", "0 is out of range".into(), "at least 1".into()));
+        if let Some(nproc) = self.launch.nproc.filter(|nproc| !(1..=MAX_NPROC).contains(nproc)) {
+            let problem = format!("{nproc} is out of range");
+            return Err(Invalid::new("launch.nproc", problem, format!("1 to {MAX_NPROC}")));
         }
         self.job.check_name()?;
         at_least_1("train.steps", usize::try_from(train.steps).unwrap_or(usize::MAX))?;
@@ -166,6 +168,7 @@ mod tests {
             assert_eq!(spec.check().unwrap_err().key, "job.name", "{name:?}");
         }
         assert_eq!(key(|s| s.launch.nproc = Some(0)), "launch.nproc");
+        assert_eq!(key(|s| s.launch.nproc = Some(MAX_NPROC + 1)), "launch.nproc");
         assert_eq!(key(|s| s.train.lr = 1e39), "train.lr");
         assert_eq!(key(|s| s.train.eps = 1e-60), "train.eps");
         let bf16_on_cpu = |s: &mut JobSpec| {
