@@ -89,7 +89,8 @@ pub(crate) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
         None => trained,
     };
     if let Some(adapted) = state.adapted.as_ref().filter(|_| options.content == Content::Adapter) {
-        let bytes = export_adapter(options, &path, &state, adapted)?;
+        let files = card::tokenizer_files(&state, tokenizer.as_ref())?;
+        let bytes = export_adapter(options, &path, (&state, adapted), files)?;
         let notes = rejected.iter().map(|(_, error)| error.to_string()).collect();
         let (output, step) = (options.output.clone(), state.step);
         let tokenizer = tokenizer.map(|tokenizer| tokenizer.name().to_owned());
@@ -135,8 +136,13 @@ fn check_content(path: &Path, state: &State, content: Content) -> Result<()> {
     Err(ModelError::Output { path: path.into(), reason: difference }.into())
 }
 
-/// Exports the adapters of a checkpoint. Returns the size of the weights in bytes.
-fn export_adapter(options: &Export, path: &Path, state: &State, adapted: &Adapted) -> Result<u64> {
+/// Exports the adapters of a checkpoint with these files. Returns the size of the weights in bytes.
+fn export_adapter(
+    options: &Export,
+    path: &Path,
+    (state, adapted): (&State, &Adapted),
+    files: Vec<(&'static str, Vec<u8>)>,
+) -> Result<u64> {
     let (shape, lora) = (&state.model, &adapted.lora);
     let layout = adapter::layout(shape, lora)?;
     let config = peft::config(shape, lora, &adapted.frozen.path)?;
@@ -147,6 +153,9 @@ fn export_adapter(options: &Export, path: &Path, state: &State, adapted: &Adapte
         checkpoint::read(path, shape, layout.trained(), &[], threads, sink)?;
         Ok(())
     })?;
+    for (name, contents) in files {
+        write_file(&destination.path().join(name), &contents)?;
+    }
     write_file(&destination.path().join(ADAPTER_CONFIG), format!("{config:#}\n").as_bytes())?;
     destination.commit()?;
     Ok(bytes)

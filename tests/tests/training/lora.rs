@@ -63,6 +63,8 @@ fn adapters_train_while_the_weights_stay_and_continue_bit_for_bit() {
     assert_eq!(job.saved_state(8), expected);
     // The adapter is that of the exported directory, and the loss of the merged model that of the adapted one.
     command(&job, &["export", "runs/train/latest", "--adapter", "--output", "adapter"]);
+    let written = |name: &str| std::fs::read(job.path().join(name)).unwrap();
+    assert_eq!(written("adapter/tokenizer.json"), written("base/tokenizer.json"));
     command(&job, &["export", "runs/train/latest", "--merge", "--output", "merged"]);
     let loss = |args: &[&str]| {
         let data = ["--data", "text/*.txt", "--device", "cpu", "--json"];

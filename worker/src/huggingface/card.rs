@@ -28,17 +28,33 @@ pub(crate) fn files(
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Vec<(&'static str, Vec<u8>)>, ModelError> {
     let shape = &state.model;
-    if let Some(tokenizer) = tokenizer.filter(|tokenizer| tokenizer.required_vocab() > shape.vocab) {
-        let reason = format!("it has {} ids, but the model only {}", tokenizer.required_vocab(), shape.vocab);
-        return Err(ModelError::Tokenizer { name: tokenizer.name().into(), reason });
-    }
     let ids = TokenIds {
         end_of_text: tokenizer.and_then(Tokenizer::end_of_text),
         bos: tokenizer.and_then(Tokenizer::bos),
     };
     let inherited = inherited(state, tokenizer);
     let generation = config::inherit(config::generation(ids), &inherited.generation_config, ids);
-    let mut files = vec![(GENERATION_CONFIG, text(&generation))];
+    let mut files = tokenizer_files(state, tokenizer)?;
+    files.push((GENERATION_CONFIG, text(&generation)));
+    files.push((MODEL_CARD, model_card(family, state, layout, dtype, tokenizer).into_bytes()));
+    let config = config::write(family, shape, ids, dtype.name());
+    let config = config::inherit_config(config, &inherited.config, shape, ids);
+    files.push((CONFIG, text(&config)));
+    Ok(files)
+}
+
+/// Returns names and contents of the files of the tokenizer and its chat template.
+pub(crate) fn tokenizer_files(
+    state: &State,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Vec<(&'static str, Vec<u8>)>, ModelError> {
+    let shape = &state.model;
+    if let Some(tokenizer) = tokenizer.filter(|tokenizer| tokenizer.required_vocab() > shape.vocab) {
+        let reason = format!("it has {} ids, but the model only {}", tokenizer.required_vocab(), shape.vocab);
+        return Err(ModelError::Tokenizer { name: tokenizer.name().into(), reason });
+    }
+    let inherited = inherited(state, tokenizer);
+    let mut files = Vec::new();
     if let Some(tokenizer) = tokenizer {
         files.push((TOKENIZER_FILE, tokenizer.to_json().into_bytes()));
         files.push((TOKENIZER_CONFIG, text(&tokenizer_config(tokenizer, shape, &inherited))));
@@ -47,10 +63,6 @@ pub(crate) fn files(
         files.push((SPECIAL_TOKENS_MAP, text(&json!(inherited.special_tokens_map))));
     }
     files.extend(inherited.chat_template.map(|template| (CHAT_TEMPLATE, template.into_bytes())));
-    files.push((MODEL_CARD, model_card(family, state, layout, dtype, tokenizer).into_bytes()));
-    let config = config::write(family, shape, ids, dtype.name());
-    let config = config::inherit_config(config, &inherited.config, shape, ids);
-    files.push((CONFIG, text(&config)));
     Ok(files)
 }
 
