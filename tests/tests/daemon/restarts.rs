@@ -79,7 +79,10 @@ fn training_is_not_disturbed_by_kills_of_the_daemon() {
         wait_for("steps", || (metrics(&node).len() > step).then_some(()));
         let agents = node.agents();
         node.kill_and_restart_daemon();
-        assert!(agents.iter().all(|agent| is_alive(*agent)) || node.job(job)["state"] == "done");
+        // An agent may have ended by itself; the daemon then records the end of the job a moment later.
+        if !agents.iter().all(|agent| is_alive(*agent)) {
+            node.wait(job, "done");
+        }
         let state = node.job(job)["state"].clone();
         assert!(["starting", "running", "done"].iter().any(|known| state == *known), "{state}");
     }
