@@ -1,9 +1,8 @@
 //! The repository's rules: each check is a pure function from sources to violations.
 
 mod constants;
+mod documents;
 mod modules;
-mod paths;
-mod readme;
 mod width;
 mod words;
 
@@ -95,14 +94,14 @@ fn files(workspace: &Workspace, check: fn(&Path, &str) -> Vec<Violation>) -> Res
 
 fn paths_check(workspace: &Workspace) -> Result<Vec<Violation>, Error> {
     let mut violations = Vec::new();
-    for document in paths::DOCUMENTS.map(Path::new) {
+    for document in documents::FOR_DEVELOPERS.map(Path::new) {
         let exists = |path: &str| workspace.root.join(path).exists();
-        violations.extend(paths::check(document, &workspace.read(document)?, exists));
+        violations.extend(documents::paths(document, &workspace.read(document)?, exists));
     }
     Ok(violations)
 }
 
 fn readme_check(workspace: &Workspace) -> Result<Vec<Violation>, Error> {
     let readme = Path::new("README.md");
-    Ok(readme::check(readme, &workspace.read(readme)?))
+    Ok(documents::length(readme, &workspace.read(readme)?))
 }
