@@ -89,7 +89,11 @@ pub(crate) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
         None => trained,
     };
     if let Some(adapted) = state.adapted.as_ref().filter(|_| options.content == Content::Adapter) {
-        let files = card::tokenizer_files(&state, tokenizer.as_ref())?;
+        let files = card::tokenizer_files(
+            &state.model,
+            tokenizer.as_ref(),
+            &card::inherited(&state, tokenizer.as_ref()),
+        )?;
         let bytes = export_adapter(options, &path, (&state, adapted), files)?;
         let notes = rejected.iter().map(|(_, error)| error.to_string()).collect();
         let (output, step) = (options.output.clone(), state.step);

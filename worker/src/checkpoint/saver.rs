@@ -249,13 +249,6 @@ impl Saver {
     }
 }
 
-/// Returns whether two paths lead to the same directory. Links on the way may differ: the path to resume from is
-/// resolved, that of the directory of checkpoints is not.
-fn is_same(one: &Path, other: &Path) -> bool {
-    let resolved = |path: &Path| fs_err::canonicalize(path).unwrap_or_else(|_| path.into());
-    one == other || resolved(one) == resolved(other)
-}
-
 /// Allocates buffers for the values of a portion.
 #[expect(clippy::print_stderr, reason = "the agent shows stderr; training continues")]
 fn allocate(host: &HostAllocator, len: usize, buffers: &Buffers) -> Result<Vec<Snapshot>, CheckpointError> {
@@ -382,9 +375,12 @@ impl Thread {
             state.run == newest.run
                 || newest.parents.iter().any(|parent| parent.run == state.run && state.step <= parent.step)
         };
+        // The path to resume from may lead through other links than the directory of checkpoints.
+        let resolved = |path: &Path| fs_err::canonicalize(path).unwrap_or_else(|_| path.into());
+        let source = self.source.as_deref().map(resolved);
         let candidate = |found: &directory::Found| {
             let state = found.state.as_ref().ok().filter(|state| belongs(state) && !found.pinned)?;
-            let is_source = self.source.as_ref().is_some_and(|source| is_same(source, &found.path));
+            let is_source = source.as_ref().is_some_and(|source| *source == resolved(&found.path));
             Some(Candidate { step: found.step, val_loss: state.val_loss, is_source })
         };
         let candidates = found.iter().filter_map(candidate).collect();

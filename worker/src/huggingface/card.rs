@@ -34,7 +34,7 @@ pub(crate) fn files(
     };
     let inherited = inherited(state, tokenizer);
     let generation = config::inherit(config::generation(ids), &inherited.generation_config, ids);
-    let mut files = tokenizer_files(state, tokenizer)?;
+    let mut files = tokenizer_files(shape, tokenizer, &inherited)?;
     files.push((GENERATION_CONFIG, text(&generation)));
     files.push((MODEL_CARD, model_card(family, state, layout, dtype, tokenizer).into_bytes()));
     let config = config::write(family, shape, ids, dtype.name());
@@ -45,30 +45,29 @@ pub(crate) fn files(
 
 /// Returns names and contents of the files of the tokenizer and its chat template.
 pub(crate) fn tokenizer_files(
-    state: &State,
+    shape: &ModelShape,
     tokenizer: Option<&Tokenizer>,
+    inherited: &Inherited,
 ) -> Result<Vec<(&'static str, Vec<u8>)>, ModelError> {
-    let shape = &state.model;
     if let Some(tokenizer) = tokenizer.filter(|tokenizer| tokenizer.required_vocab() > shape.vocab) {
         let reason = format!("it has {} ids, but the model only {}", tokenizer.required_vocab(), shape.vocab);
         return Err(ModelError::Tokenizer { name: tokenizer.name().into(), reason });
     }
-    let inherited = inherited(state, tokenizer);
     let mut files = Vec::new();
     if let Some(tokenizer) = tokenizer {
         files.push((TOKENIZER_FILE, tokenizer.to_json().into_bytes()));
-        files.push((TOKENIZER_CONFIG, text(&tokenizer_config(tokenizer, shape, &inherited))));
+        files.push((TOKENIZER_CONFIG, text(&tokenizer_config(tokenizer, shape, inherited))));
     }
     if !inherited.special_tokens_map.is_empty() {
         files.push((SPECIAL_TOKENS_MAP, text(&json!(inherited.special_tokens_map))));
     }
-    files.extend(inherited.chat_template.map(|template| (CHAT_TEMPLATE, template.into_bytes())));
+    files.extend(inherited.chat_template.clone().map(|template| (CHAT_TEMPLATE, template.into_bytes())));
     Ok(files)
 }
 
 /// Returns the files that came with the initial weights. If the model was trained with a tokenizer that lacks their
 /// special tokens, settings that name tokens are dropped.
-fn inherited(state: &State, tokenizer: Option<&Tokenizer>) -> Inherited {
+pub(crate) fn inherited(state: &State, tokenizer: Option<&Tokenizer>) -> Inherited {
     let inherited = state.inherited.clone().unwrap_or_default();
     let known = |key: &str| match (inherited.token(key), tokenizer) {
         (Some(token), Some(tokenizer)) => tokenizer.added_id(token).is_some(),

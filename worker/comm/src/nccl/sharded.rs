@@ -42,7 +42,7 @@ pub(super) unsafe fn reduce_scatter(
 /// Copies the shards of all ranks of a communicator, of which this one is `(rank, world)`, to a bucket.
 ///
 /// # Safety
-/// The same as for [`reduce_scatter`].
+/// The caller promises what [`reduce_scatter`] asks for.
 pub(super) unsafe fn all_gather(
     library: &Library,
     comm: ncclComm_t,
