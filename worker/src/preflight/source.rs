@@ -166,16 +166,21 @@ mod tests {
         assert!(matches!(error, CheckpointError::None { path } if path == empty.path()));
     }
 
-    #[test]
-    fn newest_run_is_the_one_that_started_last_whatever_its_name() {
+    /// Returns a job with these runs, each of which started after the one before it and has a checkpoint.
+    fn job_with(runs: [&str; 2]) -> tempfile::TempDir {
         let job = tempfile::tempdir().unwrap();
-        for run in ["slurm-9.0", "slurm-10.0"] {
-            let run = job.path().join(run);
+        for run in runs.map(|run| job.path().join(run)) {
             save(&run.join("checkpoints"), 10);
             fs_err::write(run.join("job.json"), "{}").unwrap();
             // Timestamps of files may be this coarse.
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
+        job
+    }
+
+    #[test]
+    fn newest_run_is_the_one_that_started_last_whatever_its_name() {
+        let job = job_with(["slurm-9.0", "slurm-10.0"]);
         // One marker of a running agent, and one of an agent that was killed.
         fs_err::write(job.path().join(".node-0123456789abcdef"), "").unwrap();
         let found = selected(&resuming("auto"), job.path(), &mut Vec::new()).unwrap();
@@ -184,13 +189,7 @@ mod tests {
 
     #[test]
     fn newest_of_copied_runs_is_the_one_with_the_latest_time_in_its_name() {
-        let job = tempfile::tempdir().unwrap();
-        for run in ["20261121-045036-00000000", "20261121-045035-ffffffff"] {
-            let run = job.path().join(run);
-            save(&run.join("checkpoints"), 10);
-            fs_err::write(run.join("job.json"), "{}").unwrap();
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
+        let job = job_with(["20261121-045036-00000000", "20261121-045035-ffffffff"]);
         fs_err::create_dir(job.path().join("notes")).unwrap();
         let newest = || selected(&resuming("auto"), job.path(), &mut Vec::new()).unwrap().unwrap();
         assert!(newest().starts_with(job.path().join("20261121-045036-00000000")), "{:?}", newest());

@@ -1,20 +1,27 @@
 //! Files that are not the weights of a model, each refused by what it is.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use fs_err as fs;
+use safetensors::SafeTensors;
 use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::model::ModelShape;
 
 use super::{checkpoint, export, options, read, shapes};
 use crate::pretrained::Source;
 use crate::weights::Weights;
 
+/// Exports a checkpoint of random weights. Returns the directory.
+fn exported(dir: &Path, shape: &ModelShape) -> PathBuf {
+    let (saved, _) = checkpoint(&dir.join("a"), shape);
+    export(&options(&saved, &dir.join("out"))).unwrap().output
+}
+
 #[test]
 fn file_that_goes_on_after_its_last_tensor_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let shape = &shapes()[0];
-    let (saved, _) = checkpoint(&dir.path().join("a"), shape);
-    let output = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+    let output = exported(dir.path(), shape);
     let weights = output.join("model.safetensors");
     let whole = fs::read(&weights).unwrap();
     for rest in [&b"x"[..], &[0; 4096], &whole] {
@@ -40,8 +47,7 @@ fn header_of(tensors: usize) -> Vec<u8> {
 fn header_with_more_tensors_than_any_model_has_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let shape = &shapes()[0];
-    let (saved, _) = checkpoint(&dir.path().join("a"), shape);
-    let output = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+    let output = exported(dir.path(), shape);
     for (tensors, expected) in [(50_000, "not found"), (50_001, "more than 50000 tensors")] {
         fs::write(output.join("model.safetensors"), header_of(tensors)).unwrap();
         let error = read(&output, shape).unwrap_err();
@@ -54,20 +60,12 @@ fn header_with_more_tensors_than_any_model_has_is_refused() {
 fn names_with_the_prefix_of_a_wrapper_are_refused_with_the_prefix() {
     let dir = tempfile::tempdir().unwrap();
     let shape = &shapes()[0];
-    let (saved, _) = checkpoint(&dir.path().join("a"), shape);
-    let output = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+    let output = exported(dir.path(), shape);
     let weights = output.join("model.safetensors");
     let file = fs::read(&weights).unwrap();
-    let (length, rest) = file.split_first_chunk().unwrap();
-    let (header, values) = rest.split_at(usize::try_from(u64::from_le_bytes(*length)).unwrap());
-    let header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header).unwrap();
-    let wrapped = |(name, info)| {
-        let is_tensor = name != "__metadata__";
-        (if is_tensor { format!("_orig_mod.{name}") } else { name }, info)
-    };
-    let header = serde_json::Value::Object(header.into_iter().map(wrapped).collect()).to_string();
-    let length = (header.len() as u64).to_le_bytes();
-    fs::write(&weights, [&length[..], header.as_bytes(), values].concat()).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap().tensors();
+    let wrapped = tensors.into_iter().map(|(name, tensor)| (format!("_orig_mod.{name}"), tensor));
+    fs::write(&weights, safetensors::serialize(wrapped, None).unwrap()).unwrap();
     let error = read(&output, shape).unwrap_err();
     assert_eq!(error.exit(), ExitCode::Data, "{error}");
     for text in [": not found, but \"_orig_mod.", "remove \"_orig_mod.\" from the names"] {
@@ -81,8 +79,7 @@ fn pickles_and_adapters_are_refused_by_what_they_are() {
     const ADAPTER: &[&str] = &["an adapter is read from its directory", "`save_pretrained(DIR)`"];
     let dir = tempfile::tempdir().unwrap();
     let shape = &shapes()[0];
-    let (saved, _) = checkpoint(&dir.path().join("a"), shape);
-    let output = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+    let output = exported(dir.path(), shape);
     let config = fs::read(output.join("config.json")).unwrap();
     for (index, (files, expected)) in [
         (&["pytorch_model.bin", "config.json"][..], PICKLE),
