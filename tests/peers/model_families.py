@@ -1,9 +1,10 @@
 """Compares models of every family in transformers with the same models here.
 
-    python3 tests/peers/model_families.py compare --xlaunch PATH [NAME...]     # needs torch, transformers
+    python3 tests/peers/model_families.py compare --xlaunch PATH [--device cuda] [NAME...]   # needs torch, transformers
     python3 tests/peers/model_families.py fixture FILE      # configurations and tensors of all cases, for unit tests
 
-Each case is a small model with random weights. Of each are compared, on the CPU in fp32:
+Each case is a small model with random weights. Of each are compared, in fp32, transformers on the CPU and xlaunch there
+or on a GPU:
 
 - the loss before training, within 1e-6 of a model in double precision, or within transformers' own distance to that;
 - the losses of 20 steps of AdamW, within 1e-4 of torch's, with the losses of routers in models with experts;
@@ -211,8 +212,8 @@ def shapes(directory):
 
 
 class Xlaunch:
-    def __init__(self, program, folder):
-        self.program, self.folder, self.stderr = program, folder, ""
+    def __init__(self, program, folder, device="cpu"):
+        self.program, self.folder, self.device, self.stderr = program, folder, device, ""
         self.ids = [(i * i * 31 + 7 * i) % (VOCAB - 3) + 3 for i in range(SEQ + 1)]
         (folder / "ids.bin").write_bytes(array.array("H", self.ids).tobytes())
 
@@ -229,7 +230,8 @@ class Xlaunch:
         here = self.folder / name
         here.mkdir()
         (here / "train.toml").write_text(
-            f'[checkpoint]\ninit = "{init}"\n[model]\nseq = {seq}\n[engine]\ndevice = "cpu"\n[data]\n{data}\n'
+            f'[checkpoint]\ninit = "{init}"\n[model]\nseq = {seq}\n[data]\n{data}\n'
+            f'[engine]\ndevice = "{self.device}"\nprecision = "fp32"\n'
             f'[train]\nwarmup = 0\nschedule = "constant"\nsample = 0\neval_every = 0\n{train}\n{more}\n'
         )
         self.call("train.toml", cwd=here)
@@ -253,8 +255,8 @@ class Xlaunch:
         return losses, out
 
     def generate(self, directory):
-        line = self.call("generate", directory, "--prompt", PROMPT, "--device", "cpu", "--temperature", "0",
-                         "--max-tokens", TOKENS, "--json")
+        line = self.call("generate", directory, "--prompt", PROMPT, "--device", self.device, "--precision", "fp32",
+                         "--temperature", "0", "--max-tokens", TOKENS, "--json")
         return json.loads(line)["text"]
 
 
@@ -395,13 +397,14 @@ def main():
     parser.add_argument("command", choices=["compare", "fixture"])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--xlaunch")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_intermixed_args()
     torch.set_num_threads(1)
     if options.command == "fixture":
         fixture(options.names[0])
         return
     with tempfile.TemporaryDirectory() as folder:
-        xlaunch = Xlaunch(options.xlaunch, pathlib.Path(folder))
+        xlaunch = Xlaunch(options.xlaunch, pathlib.Path(folder), options.device)
         hold = all([other_head(xlaunch, case) for case in ("llama", "gpt_neox")] if not options.names else [])
         hold &= all_hold(xlaunch, compare, options.names or CASES)
     sys.exit(not hold)
