@@ -1,8 +1,12 @@
 //! Finds files below a directory.
 //!
 //! Directories that cannot be intended as data are skipped: hidden ones, caches (tagged with `CACHEDIR.TAG`, like
-//! cargo's target directory), Python's virtual environments, and those selected by the caller.
+//! cargo's target directory), Python's virtual environments, and those selected by the caller. Links to files count as
+//! files, because the cache of Hugging Face's hub consists of them; links to directories are skipped, as they could
+//! form a loop.
 
+use std::collections::HashSet;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 use walkdir::{DirEntry, WalkDir};
@@ -34,5 +38,18 @@ pub fn files_below(
         entry.depth() == 0 || !entry.file_type().is_dir() || !leaves_out()
     };
     let entries = WalkDir::new(base).sort_by_file_name().into_iter().filter_entry(wanted);
-    entries.filter(|entry| entry.as_ref().map_or(true, |entry| entry.file_type().is_file()))
+    let is_file =
+        |entry: &DirEntry| entry.file_type().is_file() || entry.path_is_symlink() && entry.path().is_file();
+    entries.filter(move |entry| entry.as_ref().map_or(true, is_file))
+}
+
+/// Removes links to files that are also in the list, or that an earlier link leads to: they would be read twice.
+pub fn remove_repeated_links(files: &mut Vec<PathBuf>) {
+    let is_link = |path: &PathBuf| path.is_symlink();
+    let identity = |path: &PathBuf| path.metadata().ok().map(|file| (file.dev(), file.ino()));
+    if !files.iter().any(is_link) {
+        return;
+    }
+    let mut seen: HashSet<_> = files.iter().filter(|path| !is_link(path)).map(identity).collect();
+    files.retain(|path| !is_link(path) || seen.insert(identity(path)));
 }

@@ -27,6 +27,7 @@ pub(super) fn matching(
     }
     files.sort();
     files.dedup();
+    walk::remove_repeated_links(&mut files);
     if files.is_empty() {
         return Err(DataError::NoFiles { key, patterns: patterns.join(", ") });
     }
@@ -91,6 +92,8 @@ mod tests {
         assert_eq!(names(&pattern("*.md")), ["a.md", "b.md"]);
         assert_eq!(names(&pattern("{a,sub/?}.{md,txt}")), ["a.md", "sub/c.md", "sub/d.txt"]);
         assert_eq!(names(&pattern(".git/e.md")), [".git/e.md"]);
+        std::os::unix::fs::symlink("../.git/e.md", root.join("sub/link.bin")).unwrap();
+        assert_eq!(names(&pattern("sub/*.bin")), ["sub/link.bin"]);
         let error = matching("data.train", &pattern("*.bin"), &root).unwrap_err().to_string();
         assert!(error.contains("data.train") && error.contains("*.bin"), "{error}");
         let error = matching("data.train", &pattern("*.{md"), &root).unwrap_err().to_string();

@@ -78,6 +78,7 @@ fn search(
         }
     }
     files.sort();
+    walk::remove_repeated_links(&mut files);
     if files.is_empty() {
         Err(PrepareError::Usage(format!("no file matches `{argument}`")))
     } else {
@@ -116,5 +117,30 @@ mod tests {
         let refusal = |argument: &str| find(&[argument.to_owned()], &root).unwrap_err().to_string();
         assert!(refusal("/nonexistent/a").contains("No such file"));
         assert!(refusal(&format!("{}/*.md", root.display())).contains("no file matches"));
+    }
+
+    /// The cache of Hugging Face's hub has links in `snapshots` to files in `blobs`.
+    #[test]
+    fn links_to_files_are_read_once_and_links_to_directories_are_skipped() {
+        let dir = tempfile::tempdir().unwrap();
+        let snapshot = dir.path().join("snapshots/1");
+        fs_err::create_dir_all(snapshot.join("data")).unwrap();
+        fs_err::create_dir(dir.path().join("blobs")).unwrap();
+        fs_err::write(dir.path().join("blobs/77"), "{}").unwrap();
+        fs_err::write(snapshot.join("data/own.jsonl"), "{}").unwrap();
+        for (target, link) in [
+            ("../../../blobs/77", "data/a.jsonl"),
+            ("a.jsonl", "data/b.jsonl"),
+            ("data/own.jsonl", "first.jsonl"),
+            ("missing", "data/dangling.jsonl"),
+            ("../../..", "data/loop"),
+        ] {
+            std::os::unix::fs::symlink(target, snapshot.join(link)).unwrap();
+        }
+        for argument in [snapshot.clone(), snapshot.join("**/*.jsonl")] {
+            let found = find(&[argument.display().to_string()], Path::new("/none")).unwrap();
+            let expected = ["data/a.jsonl", "data/own.jsonl"].map(|name| Input::File(snapshot.join(name)));
+            assert_eq!(found, expected, "{}", argument.display());
+        }
     }
 }
