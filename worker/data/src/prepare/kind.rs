@@ -73,6 +73,14 @@ pub(super) fn of(input: &Input, head: &[u8], named_field: bool) -> Result<Kind, 
     })
 }
 
+/// Returns whether text without a name that tells its kind, as from a pipe, begins like JSON.
+pub(super) fn may_be_json(input: &Input, head: &[u8]) -> bool {
+    let is_named = matches!(input, Input::File(path) if extension(path).is_some());
+    let head = head.trim_ascii_start();
+    let value = head.strip_prefix(b"[").unwrap_or(head).trim_ascii_start();
+    !is_named && value.strip_prefix(b"{").is_some_and(|rest| rest.trim_ascii_start().starts_with(b"\""))
+}
+
 /// Returns a description of a file that is not text.
 fn foreign(head: &[u8]) -> Option<&'static str> {
     const TAR_MAGIC: &[u8] = b"ustar";
@@ -135,6 +143,11 @@ mod tests {
             assert!(kind("a.txt", head).unwrap_err().contains(what), "{what}");
         }
         assert_eq!(kind("a.txt", &[&[0][..], &[b'a'; 63]].concat()), Ok(Kind::Text));
+        let may_be_json = |name: &str, head: &[u8]| may_be_json(&Input::File(name.into()), head);
+        assert!(
+            may_be_json("/dev/fd/63", b" {\"text\": 1}") && may_be_json("part-00000.gz", b"[\n{ \"text\"")
+        );
+        assert!(!may_be_json("a.ipynb", b"{\"cells\"") && !may_be_json("/dev/fd/63", b"{ return; }"));
         assert!(kind("a.parquet", b"text").unwrap_err().contains("not a Parquet file"));
     }
 }

@@ -113,6 +113,15 @@ impl Reader<'_> {
     fn read(&self, input: &Input, number: &mut u64) -> Result<bool, PrepareError> {
         let (source, form) = self.open(input)?;
         let label = source.label.clone();
+        if matches!(form, Form::Text { .. }) && kind::may_be_json(input, source.head()) {
+            let note = format!(
+                "{label} looks like JSON, but is read as text; for the text in its rows, name their field with --field"
+            );
+            if self.done.send((*number, Ok(Done::Note(note)))).is_err() {
+                return Ok(false);
+            }
+            *number += 1;
+        }
         let mut blocks = Blocks::new(source, form, self.options.tokenizer.cuts());
         let mut empty = true;
         while let Some(block) = blocks.next()? {

@@ -259,6 +259,18 @@ fn inputs_without_text_are_noted() {
 }
 
 #[test]
+fn json_without_a_name_is_read_as_text_with_a_note() {
+    let mut prepared = Prepared::new(Tokenizer::gpt2()).with("63", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n");
+    let (manifest, notes) = prepared.run().unwrap();
+    assert_eq!(manifest.train.documents, 1);
+    assert!(notes[0].contains("63 looks like JSON") && notes[0].contains("--field"), "{notes:?}");
+    prepared.options.field = Some("text".into());
+    prepared.options.overwrite = true;
+    let (manifest, notes) = prepared.run().unwrap();
+    assert_eq!((prepared.texts(&manifest.train), notes), (vec!["a".into(), "b".into()], Vec::new()));
+}
+
+#[test]
 fn only_prepared_directories_are_replaced() {
     let mut prepared = Prepared::new(Tokenizer::bytes()).with("a", "first");
     let out = prepared.options.output.clone();
