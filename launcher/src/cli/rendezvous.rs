@@ -117,7 +117,7 @@ mod tests {
         let listen = |text| endpoint(text).map(|it| it.to_string());
         assert_eq!(listen("[fd77::1]:7").unwrap(), "[fd77::1]:7");
         assert_eq!(listen("h0").unwrap(), "h0:29400");
-        for refused in ["0.0.0.0:29400", "[::]:29400", "::1:29400", "", ":29400", "h0:0"] {
+        for refused in ["0.0.0.0:29400", "[::]:29400", "fd77::1:6000", "", ":29400", "h0:0"] {
             assert!(listen(refused).is_err(), "{refused}");
         }
     }

@@ -1,6 +1,7 @@
 //! Parsers for the values of flags. Their errors say what was expected.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::Ipv6Addr;
 use std::time::Duration;
 
 use xlaunch_spec::command::{
@@ -36,7 +37,8 @@ pub(super) fn port(text: &str) -> Result<Option<u16>, String> {
     Ok((port != 0).then_some(port))
 }
 
-/// Parses `HOST`, `HOST:PORT` or `[IPv6]:PORT`. An empty host is this host. As in torchrun, spaces may surround it.
+/// Parses `HOST`, `HOST:PORT` or `[IPv6]:PORT`. An empty host is this host. As in torchrun, spaces may surround it, and
+/// brackets may be missing if the port cannot be the last group of the address, as in `::1:29500`.
 pub(super) fn endpoint(text: &str) -> Result<(String, Option<u16>), String> {
     let text = text.trim();
     let (host, number) = match text.rsplit_once(':') {
@@ -44,7 +46,8 @@ pub(super) fn endpoint(text: &str) -> Result<(String, Option<u16>), String> {
         _ => (text, None),
     };
     let bare = address(host)?;
-    if bare == host && host.contains(':') {
+    let is_ipv6 = |text: &str| text.parse::<Ipv6Addr>().is_ok();
+    if bare == host && host.contains(':') && (!is_ipv6(host) || is_ipv6(text)) {
         return Err("expected HOST:PORT, with an IPv6 address in brackets".into());
     }
     Ok((if bare.is_empty() { "127.0.0.1".into() } else { bare }, number))
@@ -250,10 +253,12 @@ mod tests {
             (":29400", "127.0.0.1", Some(29400)),
             ("[::1]:29400", "::1", Some(29400)),
             ("[::1]", "::1", None),
+            ("::1:29400", "::1", Some(29400)),
+            ("fd77:0:0:0:0:0:0:11:6000", "fd77:0:0:0:0:0:0:11", Some(6000)),
         ] {
             assert_eq!(endpoint(text).unwrap(), (host.into(), port), "{text}");
         }
-        for text in ["::1:29400", "host:port", "host:70000", "a/b:1"] {
+        for text in ["fd77::1:6000", "::1", "1:2:29400", "host:port", "host:70000", "a/b:1"] {
             assert!(endpoint(text).is_err(), "{text}");
         }
     }
@@ -292,10 +297,11 @@ mod tests {
             (" [::1]:7 ", "::1", Some(7)),
             ("[fd77::1]", "fd77::1", None),
             ("[::1]:7", "::1", Some(7)),
+            ("fd77::1:29400", "fd77::1", Some(29400)),
         ] {
             assert_eq!(group_endpoint(text), Ok((host.into(), port)), "{text}");
         }
-        for text in ["h:0", "[::1]:0", "::1:29400", "h:70000", "h:", ":29400", " "] {
+        for text in ["h:0", "[::1]:0", "fd77::1:6000", "h:70000", "h:", ":29400", " "] {
             assert!(group_endpoint(text).is_err(), "{text}");
         }
     }

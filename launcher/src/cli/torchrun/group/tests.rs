@@ -230,7 +230,7 @@ fn contradictions_and_impossible_groups_are_refused_with_their_sources() {
             "the address of their coordinator, which mpirun does not give; use --rdzv-endpoint",
         ),
         ("--nnodes 2 --rdzv-endpoint h:0", None, "--rdzv-endpoint h:0: expected a port from 1 to 65535"),
-        ("--nnodes 2 --rdzv-endpoint ::1:29400", None, "with an IPv6 address in brackets"),
+        ("--nnodes 2 --rdzv-endpoint fd77::1:6000", None, "with an IPv6 address in brackets"),
         (
             "",
             Some(Allocation { node_rank: None, ..mpi() }),
