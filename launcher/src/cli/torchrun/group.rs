@@ -69,7 +69,9 @@ pub(super) fn resolve(
         };
     };
     if reader.is_set("standalone")? {
-        return match several.filter(|_| reader.line.last("nnodes").is_some()) {
+        let needs_others =
+            |nodes: &&Sourced<NodeCount>| nodes.value.min > 1 && reader.line.last("nnodes").is_some();
+        return match several.filter(needs_others) {
             Some(nodes) => Err(format!("--standalone is for one node, but {} is given", nodes.source)),
             None => one_node(None, "--standalone", settings),
         };

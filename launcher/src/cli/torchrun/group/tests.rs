@@ -111,7 +111,12 @@ fn empty_value_of_an_address_or_id_counts_as_not_given() {
 #[test]
 fn one_node_needs_no_group_and_looks_for_no_engine() {
     let unusable = || Err("an engine was detected".into());
-    for flags in ["--nnodes 1", "--nnodes 1:1 --node-rank 0 --rdzv-endpoint h:5", "--standalone"] {
+    for flags in [
+        "--nnodes 1",
+        "--nnodes 1:1 --node-rank 0 --rdzv-endpoint h:5",
+        "--standalone",
+        "--standalone --nnodes 1:4",
+    ] {
         assert_eq!(asked(Name::Xlaunch, flags, &[], unusable()), Ok(None), "{flags}");
     }
     assert_eq!(
