@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
+use toml::de::DeTable;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Invalid;
 
@@ -142,27 +143,34 @@ fn describe(message: &str) -> (String, String) {
     (problem, format!("expected {expected}"))
 }
 
-/// Returns problem and help for an unknown key in the section around offset `at`, or for an unknown section.
+/// Returns problem and help for the unknown key or section at offset `at`.
 fn unknown(text: &str, at: usize, field: &str, known: &[String]) -> (String, String) {
-    let line = text[..at].rfind('\n').map_or(0, |newline| newline + 1);
-    let is_header = text[line..].trim_start().starts_with('[');
-    let section = text[..line]
-        .lines()
-        .rev()
-        .find_map(|line| line.trim().strip_prefix('[').and_then(|line| line.split(']').next()));
-    match section {
-        Some(section) if !is_header => {
-            let key = format!("{section}.{field}");
-            (format!("unknown key `{key}`"), nearest(&key, known))
-        }
-        _ => (format!("unknown section [{field}]"), nearest_section(field, known)),
+    let document = DeTable::parse(text).ok();
+    let found = document.as_ref().and_then(|document| key_at(document.get_ref(), at));
+    match found {
+        Some((_, true)) => (format!("unknown section [{field}]"), nearest_section(field, known)),
+        Some((key, false)) => (format!("unknown key `{key}`"), nearest(&key, known)),
+        None => (format!("unknown key `{field}`"), nearest(field, known)),
     }
+}
+
+/// Returns the dotted path of the key at an offset, however it is written: below a header, with dots, or in an inline
+/// table. Also returns whether it is a section.
+fn key_at(table: &DeTable<'_>, at: usize) -> Option<(String, bool)> {
+    table.iter().find_map(|(key, value)| {
+        let (name, table) = (key.get_ref(), value.get_ref().as_table());
+        if key.span().start == at {
+            return Some((name.to_string(), table.is_some()));
+        }
+        let (inner, _) = key_at(table?, at)?;
+        Some((format!("{name}.{inner}"), false))
+    })
 }
 
 /// Returns the span of the value of `section.key` in the text.
 fn span_of(text: &str, key: &str) -> Option<Range<usize>> {
     let (section, key) = key.split_once('.')?;
-    let document = toml::de::DeTable::parse(text).ok()?;
+    let document = DeTable::parse(text).ok()?;
     let section = document.get_ref().get(section)?.get_ref().as_table()?;
     Some(section.get(key)?.span())
 }
@@ -170,7 +178,7 @@ fn span_of(text: &str, key: &str) -> Option<Range<usize>> {
 /// Returns the span of the key `section.key` itself.
 pub(super) fn key_span(text: &str, key: &str) -> Option<Range<usize>> {
     let (section, name) = key.split_once('.')?;
-    let document = toml::de::DeTable::parse(text).ok()?;
+    let document = DeTable::parse(text).ok()?;
     let section = document.get_ref().get(section)?.get_ref().as_table()?;
     section.keys().find(|key| key.get_ref() == name).map(|key| key.span())
 }

@@ -188,7 +188,12 @@ mod tests {
         let wrong = [
             "[train]\nsteps = 10\nlearning_rat = 1\nlrr = 3e-4\n",
             "[train]\nlrr = 3e-4\n",
+            "train.lrr = 3e-4\n",
+            "train = { steps = 3, lrr = 3e-4 }\n",
+            "lr = 3e-4\n",
             "[trian]\nlr = 3e-4\n",
+            "[train.lr]\nvalue = 3e-4\n",
+            "[train.extra]\nlr = 3e-4\n",
             "[train]\nsteps = = 3\n",
             "[train\nsteps = 3\n",
             "[job]\nname = \"a\n",
