@@ -52,9 +52,13 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
     let overrides = renamed_overrides(overrides, &mut warnings)?;
     check_alternatives(path, text, &overrides)?;
     for change in &overrides {
-        apply(&mut table, change)?;
-        JobSpec::deserialize(table.clone())
-            .map_err(|error| ConfigError::wrong_type(&change.source, error.message()))?;
+        apply(&mut table, change, value(&change.value))?;
+        let Err(error) = JobSpec::deserialize(table.clone()) else { continue };
+        // Names may look like numbers or dates.
+        apply(&mut table, change, Value::String(change.value.clone()))?;
+        if JobSpec::deserialize(table.clone()).is_err() {
+            return Err(ConfigError::wrong_type(&change.source, error.message()));
+        }
     }
     let spec = JobSpec::deserialize(table).map_err(in_file)?;
     let sources = Sources { path: path.into(), text: text.clone(), overrides };
@@ -116,7 +120,7 @@ fn check_alternatives(path: &Path, text: &str, overrides: &[Override]) -> Result
     Ok(())
 }
 
-fn apply(table: &mut Table, change: &Override) -> Result<(), ConfigError> {
+fn apply(table: &mut Table, change: &Override, value: Value) -> Result<(), ConfigError> {
     let known = keys::all();
     let Some((section, key)) = change.key.split_once('.').filter(|_| known.contains(&change.key)) else {
         let help = keys::nearest(&change.key, &known);
@@ -132,7 +136,7 @@ fn apply(table: &mut Table, change: &Override) -> Result<(), ConfigError> {
         if let Some((_, replaced)) = replaced.and_then(|key| key.split_once('.')) {
             section.remove(replaced);
         }
-        section.insert(key.into(), value(&change.value));
+        section.insert(key.into(), value);
     }
     Ok(())
 }
@@ -388,6 +392,19 @@ mod tests {
     fn variables(names: &[(&str, &str)]) -> Vec<Override> {
         let variables = names.iter().map(|(name, value)| (name.into(), value.into()));
         Override::from_environment(variables).unwrap()
+    }
+
+    #[test]
+    fn text_that_looks_like_another_type_is_text_where_text_is_expected() {
+        for name in ["20261127", "1e3", "true", "inf", "[a]", "[1]"] {
+            for change in [
+                Override::from_flag(&format!("job.name={name}")).unwrap(),
+                variables(&[("XLAUNCH_JOB_NAME", name)]).remove(0),
+            ] {
+                let spec = parse(Path::new("a.toml"), "", &[change]).unwrap().spec;
+                assert_eq!(spec.job.name, name);
+            }
+        }
     }
 
     #[test]
