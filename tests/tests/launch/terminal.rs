@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use serde_json::json;
-use xlaunch_tests::{Launch, Output, Process, requirements, xlaunch_path};
+use xlaunch_tests::{Job, Launch, Output, Process, requirements, xlaunch_path};
 
 xlaunch_harness::tests! {
     piped_input_reaches_rank_0_alone,
@@ -26,6 +26,7 @@ xlaunch_harness::tests! {
     background_job_whose_script_does_not_read_is_not_suspended,
     password_is_read_without_echo_in_any_rank,
     terminal_is_usable_after_the_launcher_is_killed_at_a_prompt,
+    training_prints_plain_lines_on_a_terminal_that_cannot_redraw_them,
     top_shows_running_launches_without_a_daemon;
     needs requirements::pager:
     pager_of_a_single_rank_reads_keys;
@@ -362,6 +363,16 @@ input('name? ')
         expect("got bob"),
     ];
     in_shell(&launch, &steps);
+}
+
+fn training_prints_plain_lines_on_a_terminal_that_cannot_redraw_them() {
+    let config = Job::new();
+    let shown = launch_on_terminal(
+        &Launch::new(),
+        &[expect("step 8/8")],
+        &[config.path().join("train.toml").to_str().unwrap()],
+    );
+    assert!(!shown.contains('\x1b'), "{shown}");
 }
 
 fn top_shows_running_launches_without_a_daemon() {

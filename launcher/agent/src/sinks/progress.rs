@@ -1,7 +1,7 @@
-//! Shows progress on stderr: a bar on a terminal, plain lines otherwise.
+//! Shows progress on stderr: a bar on a terminal that can redraw lines, plain lines otherwise.
 
 use std::fmt;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -36,7 +36,8 @@ pub(crate) struct Progress {
 
 impl Default for Progress {
     fn default() -> Self {
-        Self::new(io::stderr().is_terminal())
+        // The library hides bars, and lines that are printed above them, if `TERM` is `dumb` or not set.
+        Self::new(!ProgressDrawTarget::stderr().is_hidden())
     }
 }
 
@@ -81,8 +82,8 @@ impl ReportSink for Progress {
 }
 
 impl Progress {
-    fn new(terminal: bool) -> Self {
-        let bar = terminal.then(|| {
+    fn new(shows_bars: bool) -> Self {
+        let bar = shows_bars.then(|| {
             let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
             let template = "{bar:12.cyan/blue} {pos}/{len} {wide_msg}";
             bar.set_style(

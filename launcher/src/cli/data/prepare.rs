@@ -1,6 +1,5 @@
 //! `xlaunch data prepare`: options, progress and result.
 
-use std::io::{self, IsTerminal};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -103,7 +102,7 @@ enum OnErrorChoice {
 pub(super) fn run(options: Prepare) -> Result<ExitCode, QueryError> {
     let json = options.json;
     let options = resolve(options)?;
-    let mut display = Display::new(io::stderr().is_terminal());
+    let mut display = Display::new(!ProgressDrawTarget::stderr().is_hidden());
     let prepared = xlaunch_data::prepare(&options, &mut |event| display.show(event));
     display.finish();
     let manifest = prepared.map_err(refusal)?;
@@ -191,15 +190,15 @@ fn table(output: &Path, manifest: &Manifest) -> String {
     format!("{}: tokenizer {tokenizer}, {} ids\n{}", escape(&output), manifest.vocab, columns(&head, &rows))
 }
 
-/// Progress on stderr: a bar on a terminal, lines otherwise.
+/// Progress on stderr: a bar on a terminal that can redraw lines, lines otherwise.
 struct Display {
     bar: Option<ProgressBar>,
     last_line: Instant,
 }
 
 impl Display {
-    fn new(terminal: bool) -> Self {
-        let bar = terminal.then(|| ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()));
+    fn new(shows_bars: bool) -> Self {
+        let bar = shows_bars.then(|| ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()));
         Self { bar, last_line: Instant::now() }
     }
 
