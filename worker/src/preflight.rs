@@ -136,12 +136,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     let shape = &planned.shape;
     let layout = Layout::of_job(spec, shape).map_err(usage)?;
     let layout = layout.trained();
-    if let Some(path) = &spec.checkpoint.init {
-        let weights = Weights::open(Path::new(path))?;
-        weights.check(shape)?;
-        ready.warnings.extend(weights.note());
-        weights.check_adapter(spec, shape)?;
-    }
+    check_init(spec, shape, &mut ready)?;
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
     let dir = spec.checkpoint.dir.as_ref().map(Path::new);
     match dir {
@@ -163,6 +158,17 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     }
 }
 
+/// Checks the initial weights, without reading the values.
+fn check_init(spec: &JobSpec, shape: &ModelShape, ready: &mut Preflight) -> Result<(), Refusal> {
+    if let Some(path) = &spec.checkpoint.init {
+        let weights = Weights::open(Path::new(path))?;
+        weights.check(shape)?;
+        ready.warnings.extend(weights.note());
+        weights.check_adapter(spec, shape)?;
+    }
+    Ok(())
+}
+
 /// Adds what was done before it: a job that cannot start has no other place to report that.
 fn with_warnings(mut refusal: Refusal, warnings: &[String]) -> Refusal {
     if !warnings.is_empty() {
@@ -180,6 +186,7 @@ pub fn preflight_data(spec: &JobSpec, world: u32) -> Result<Preflight, Refusal> 
 /// search for one to resume from would lock and clean the directory.
 pub fn preflight_dry_run(spec: &JobSpec, world: u32) -> Result<Preflight, Refusal> {
     let (mut ready, planned) = check_data(spec, world)?;
+    check_init(spec, &planned.shape, &mut ready)?;
     if let Some(path) = spec.checkpoint.resume_path() {
         let (path, rejected) = directory::locate(path)?;
         ready.warnings.extend(rejected.into_iter().map(|(_, error)| error.to_string()));

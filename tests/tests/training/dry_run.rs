@@ -148,6 +148,7 @@ fn mistakes_are_found_without_a_start() {
     let job = Job::new();
     for (args, code, words) in [
         (vec!["--set", "data.train=[\"missing\"]"], 65, "data.train: no file matches"),
+        (vec!["--set", "checkpoint.init=missing"], 65, "missing: it does not exist"),
         (vec!["--set", "train.recompute=\"some\""], 2, "train.recompute"),
         (vec![AUTO, "--set=engine.precision=\"fp8\""], 2, "only \"fp32\" is supported without a GPU"),
         (vec![AUTO, "--set=comm.dtype=\"bf16\""], 2, "bf16 gradients need bf16 activations"),
