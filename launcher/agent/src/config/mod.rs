@@ -1,7 +1,8 @@
 //! Builds a checked [`JobSpec`] from `train.toml`, the environment and flags.
 //!
 //! Layers, each overriding the one before: defaults, the file, `XLAUNCH_<SECTION>_<KEY>`, flags (`--nproc`, `--set`).
-//! Relative data paths are resolved against the directory of the file, all others against the working directory.
+//! Relative data paths are resolved against the directory of the file, all others against the working directory. `~/`
+//! is the user's home directory, because no shell expands it in a file or after `--set KEY=`.
 //!
 //! Every layer accepts a renamed key under its old name for one release, with a warning.
 
@@ -38,7 +39,7 @@ pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> 
     let text = fs_err::read_to_string(path).map_err(|error| ConfigError::unreadable(path, &error))?;
     let Loaded { spec, warnings, sources } = parse(path, &text, overrides)?;
     let here = std::env::current_dir().map_err(|error| ConfigError::unreadable(Path::new("."), &error))?;
-    Ok(Loaded { spec: resolve(spec, path, &here), warnings, sources })
+    Ok(Loaded { spec: resolve(spec, path, &here, std::env::home_dir().as_deref()), warnings, sources })
 }
 
 /// [`load`] without file system access: paths stay relative.
@@ -148,9 +149,15 @@ fn value(text: &str) -> Value {
 }
 
 /// Makes paths absolute, and names a job without a name after the file.
-fn resolve(mut spec: JobSpec, path: &Path, here: &Path) -> JobSpec {
+fn resolve(mut spec: JobSpec, path: &Path, here: &Path, home: Option<&Path>) -> JobSpec {
     let config_dir = here.join(path).parent().map_or_else(|| here.to_path_buf(), Path::to_path_buf);
-    let absolute = |base: &Path, path: &str| normalize(&base.join(path)).to_string_lossy().into_owned();
+    let absolute = |base: &Path, path: &str| {
+        let path = match (path.strip_prefix("~/"), home) {
+            (Some(rest), Some(home)) => home.join(rest),
+            _ => base.join(path),
+        };
+        normalize(&path).to_string_lossy().into_owned()
+    };
     for source in spec.data.train.iter_mut().chain(&mut spec.data.val) {
         source.path = absolute(&config_dir, &source.path);
     }
@@ -379,11 +386,19 @@ mod tests {
     fn paths_become_absolute_and_the_job_is_named_after_the_file() {
         let text = "[data]\ntrain = [\"../**/*.rs\", \"/x/y.txt\"]\n[checkpoint]\ndir = \"ck\"\n";
         let path = Path::new("deploy/tiny.toml");
-        let spec = resolve(parse(path, text, &[]).unwrap().spec, path, Path::new("/home/me"));
+        let resolved = |text: &str| {
+            let spec = parse(path, text, &[]).unwrap().spec;
+            resolve(spec, path, Path::new("/home/me"), Some(Path::new("/root")))
+        };
+        let spec = resolved(text);
         assert_eq!(spec.data.train, ["/home/me/**/*.rs".into(), "/x/y.txt".into()]);
         assert_eq!((spec.job.output.as_str(), spec.job.name.as_str()), ("/home/me/runs", "tiny"));
         assert_eq!(spec.checkpoint.dir.as_deref(), Some("/home/me/ck"));
+        let spec = resolved("[job]\noutput = \"~/runs\"\n[data]\ntrain = [\"~/a/*.txt\", \"~b/*.txt\"]\n");
+        assert_eq!(spec.job.output, "/root/runs");
+        assert_eq!(spec.data.train, ["/root/a/*.txt".into(), "/home/me/deploy/~b/*.txt".into()]);
     }
+
     fn renamed(text: &str, overrides: &[Override]) -> Result<(f64, Vec<String>), String> {
         let loaded = parse(Path::new("train.toml"), text, overrides).map_err(|error| error.to_string())?;
         Ok((loaded.spec.launch.hang_timeout, loaded.warnings))
