@@ -73,7 +73,8 @@ use xlaunch_spec::refusal::Refusal;
 
 /// Launches and supervises one worker process per GPU
 #[derive(Debug, Parser)]
-#[command(name = "xlaunch", version)]
+// The last of several values counts, as for the flags of a launch, so that a flag can follow an alias that has it.
+#[command(name = "xlaunch", version, args_override_self = true)]
 struct Cli {
     #[command(subcommand)]
     command: Subcommands,
@@ -333,6 +334,15 @@ fn exit_codes() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn last_value_of_an_option_counts() {
+        let line = ["logs", "--rank", "1", "-f", "job", "--rank=2", "-f"].map(OsString::from);
+        let Ok(Cli { command: Subcommands::Logs(logs) }) = parse_subcommand(&line) else {
+            panic!("{line:?}")
+        };
+        assert!(format!("{logs:?}").contains("rank: 2"), "{logs:?}");
+    }
 
     #[test]
     fn first_argument_distinguishes_subcommands_from_launches() {
