@@ -159,15 +159,18 @@ impl Reader<'_> {
             (Kind::Separated { delimiter }, _) => {
                 source.into_rows("CSV", |text, _| rows::separated(text, delimiter, column))?
             }
-            (Kind::Parquet, Input::File(path)) if chats => {
+            (Kind::Parquet, Input::File(path)) if path.is_file() && chats => {
                 source.into_rows("Parquet", |_, read| parquet_rows::objects(path, CHAT_COLUMNS, read))?
             }
-            (Kind::Parquet, Input::File(path)) => {
+            (Kind::Parquet, Input::File(path)) if path.is_file() => {
                 source.into_rows("Parquet", |_, read| parquet_rows::column(path, column, read))?
             }
-            (Kind::Parquet, Input::Stdin) => {
-                let reason = "standard input: a Parquet file is not read in order; name the file";
-                return Err(PrepareError::Usage(reason.into()));
+            (Kind::Parquet, _) => {
+                let reason = format!(
+                    "{}: a Parquet file cannot be read from a pipe, as its index is at its end; name the file",
+                    source.label
+                );
+                return Err(PrepareError::Usage(reason));
             }
         };
         let form = match &self.options.documents {

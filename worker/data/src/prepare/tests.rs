@@ -379,6 +379,14 @@ fn tables_have_a_document_per_row() {
     let (manifest, _) = prepared.run().unwrap();
     let texts = ["one", "two\n", "three, 3", "four", "five", "six", "seven"];
     assert_eq!((prepared.texts(&manifest.train), manifest.skipped), (texts.map(String::from).to_vec(), 0));
+    let mut piped = Prepared::new(Tokenizer::gpt2());
+    let pipe = piped.dir.path().join("pipe");
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    piped.options.inputs.push(pipe.display().to_string());
+    let rows = parquet("text", &[Some("one")]);
+    let writer = std::thread::spawn(move || fs_err::write(pipe, rows).unwrap());
+    assert!(piped.error().contains("pipe: a Parquet file cannot be read from a pipe"));
+    writer.join().unwrap();
     let mut prepared = Prepared::new(Tokenizer::gpt2()).with("a.parquet", parquet("body", &[Some("one")]));
     let error = prepared.error();
     assert!(error.contains("no column `text`, only `body`, `id`") && error.contains("--column"), "{error}");
