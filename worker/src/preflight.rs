@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::job::{Invalid, JobSpec, TrainSection};
+use xlaunch_spec::job::{DataSource, Invalid, JobSpec, TrainSection};
 use xlaunch_spec::lineage::Fingerprint;
 use xlaunch_spec::model::{ModelSection, ModelShape};
 use xlaunch_spec::refusal::Refusal;
@@ -233,6 +233,9 @@ fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusa
         }
         ready.warnings.push(message);
     }
+    if matches!(dataset.tokenizer, TokenizerSource::Bytes) {
+        ready.warnings.extend(rows_as_text(&spec.data.train));
+    }
     ready.warnings.extend(inherited_ffn(&spec.model, &shape));
     // Checkpoints contain the tokenizer even if no text is sampled.
     dataset.tokenizer.load().map_err(WorkerError::from)?;
@@ -241,6 +244,16 @@ fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusa
     ready.epoch_tokens = dataset.train.rows() * shape.seq as u64;
     let planned = Planned { shape, data, train: dataset.train, world };
     Ok((ready, planned))
+}
+
+/// Returns a warning if rows of JSON are read as plain text.
+fn rows_as_text(train: &[DataSource]) -> Option<String> {
+    let is_rows = |source: &&DataSource| [".jsonl", ".ndjson"].iter().any(|end| source.path.ends_with(end));
+    let DataSource { path, .. } = train.iter().find(is_rows)?;
+    Some(format!(
+        "data.train: {path} is read as plain text, with the keys and quotes of its rows; `xlaunch data prepare` takes \
+         their text"
+    ))
 }
 
 /// Returns a warning if the width of the feed-forward layers comes from a preset whose `model.dim` differs.
@@ -385,5 +398,19 @@ mod tests {
         let saved = dir.path().join("saved").display().to_string();
         assert_eq!(warnings("auto", Some(&saved)), warning(&saved));
         assert!(warnings("off", None).is_empty());
+    }
+
+    #[test]
+    fn rows_of_json_that_are_read_as_text_are_a_warning() {
+        let dir = tempfile::tempdir().unwrap();
+        fs_err::write(dir.path().join("a.jsonl"), "{\"text\": \"some text\"}\n".repeat(1000)).unwrap();
+        let warnings = |files: &str| {
+            let mut spec = JobSpec::default();
+            spec.data.train = vec![dir.path().join(files).display().to_string().into()];
+            preflight_data(&spec, 1).unwrap().warnings
+        };
+        let found = warnings("*.jsonl");
+        assert!(found.len() == 1 && found[0].contains("*.jsonl is read as plain text"), "{found:?}");
+        assert!(warnings("*").is_empty());
     }
 }
