@@ -1,6 +1,6 @@
 """Writes worker/tests/goldens/*.safetensors: PyTorch's results for tiny models in double precision.
 
-    python tests/peers/goldens.py            # needs torch and safetensors
+    python tests/peers/goldens.py [NAME...]    # needs torch and safetensors
 
 Contents, F32 (ids I32): param.<name>, tokens, targets [B,T], logits [B,T,V], loss [1], grad.<name>; then three AdamW
 steps (lr 1e-3, betas 0.9 and 0.95, eps 1e-8, weight decay 0.1 on matrices, clipping at 1.0) on step_tokens,
@@ -8,6 +8,7 @@ step_targets [3,B,T]: step_losses, step_norms [3], after.<name>.
 """
 
 import pathlib
+import sys
 
 import torch
 from safetensors.torch import save_file
@@ -37,6 +38,9 @@ MODELS = {
                         qkv_bias=False, activation="relu2", **SIZES),
     "factors": dict(arch="llama", tied=True, embedding_scale=3.0, residual_scale=0.4, query_scale=0.2,
                     logit_scale=0.3, attention_bias=True, mlp_bias=True, **SIZES),
+    "sinks": dict(arch="llama", tied=False, kv_heads=2, attention_sinks=True, qkv_bias=True, attention_bias=True,
+                  mlp_bias=True, activation="quick_gelu", glu_limit=0.3, glu_offset=1.0, window=5, window_pattern=2,
+                  experts=6, experts_per_token=3, router_logit_bias=True, **SIZES),
 }
 B, T, V = 2, SIZES["seq"], SIZES["vocab"]
 
@@ -83,6 +87,6 @@ def golden(config):
 if __name__ == "__main__":
     folder = pathlib.Path(__file__).parents[2] / "worker/tests/goldens"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, config in MODELS.items():
-        save_file(golden(config), folder / f"{name}.safetensors")
+    for name in sys.argv[1:] or MODELS:
+        save_file(golden(MODELS[name]), folder / f"{name}.safetensors")
         print(folder / f"{name}.safetensors")

@@ -14,14 +14,16 @@ LLAMA = dict(
     positions="rotary", rope_theta=1e4, rope_scaling=None, rope_fraction=1.0, no_rope_every=0, window=0,
     window_pattern=0, windowed_rope_theta=0.0, attention_softcap=0.0, logit_softcap=0.0, query_scale=0.0,
     embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0, experts=0, experts_per_token=2, expert_ffn=0,
-    router="softmax", normalise=True, dense_layers=0,
+    router="softmax", normalise=True, dense_layers=0, glu_limit=0.0, glu_offset=0.0, attention_sinks=False,
+    router_logit_bias=False,
 )
 GPT2 = LLAMA | dict(
     norm="layer", qkv_bias=True, attention_bias=True, mlp_bias=True, activation="gelu_tanh", gated=False,
     positions="learned",
 )
 ACTIVATIONS = dict(
-    silu=F.silu, gelu=F.gelu, gelu_tanh=lambda x: F.gelu(x, approximate="tanh"), relu2=lambda x: F.relu(x).square()
+    silu=F.silu, gelu=F.gelu, gelu_tanh=lambda x: F.gelu(x, approximate="tanh"), relu2=lambda x: F.relu(x).square(),
+    quick_gelu=lambda x: x * torch.sigmoid(1.702 * x),
 )
 
 
@@ -99,11 +101,16 @@ def grouped(x, weight, offsets):
 
 
 class Matrices(nn.Module):
-    """The weights of a layer of each expert."""
+    """The weights of a layer of each expert, and its biases."""
 
-    def __init__(self, *shape):
+    def __init__(self, *shape, bias):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[:2])) if bias else None
+
+    def forward(self, x, experts, offsets):
+        y = grouped(x, self.weight, offsets)
+        return y if self.bias is None else y + self.bias[experts].to(y.dtype)
 
 
 class Block(nn.Module):
@@ -123,10 +130,12 @@ class Block(nn.Module):
         sizes = dict(head=(width, width), full=(heads * width, kv_heads * width)).get(c["qk_norm"])
         self.q_norm, self.k_norm = (make_norm(c, size, rms=True) for size in sizes) if sizes else (None, None)
         self.proj = nn.Linear(heads * width, dim, bias=c["attention_bias"])
+        self.sinks = nn.Parameter(torch.zeros(heads)) if c["attention_sinks"] else None
         if self.has_experts:
             count, ffn = c["experts"], c["expert_ffn"] or c["ffn"]
-            self.router = nn.Linear(dim, count, bias=False)
-            self.fc, self.out = Matrices(count, 2 * ffn, dim), Matrices(count, dim, ffn)
+            self.router = nn.Linear(dim, count, bias=c["router_logit_bias"])
+            self.fc = Matrices(count, 2 * ffn, dim, bias=c["mlp_bias"])
+            self.out = Matrices(count, dim, ffn, bias=c["mlp_bias"])
             return
         self.fc = nn.Linear(dim, (2 if c["gated"] else 1) * c["ffn"], bias=c["mlp_bias"])
         self.out = nn.Linear(c["ffn"], dim, bias=c["mlp_bias"])
@@ -148,28 +157,36 @@ class Block(nn.Module):
         positions = torch.arange(T, device=x.device)
         distance = positions[:, None] - positions
         seen = (distance >= 0) & (distance < (self.window or T))
-        if not c["attention_softcap"]:
+        if not c["attention_softcap"] and self.sinks is None:
             mask = {"attn_mask": seen} if 0 < self.window < T else {"is_causal": True}
             y = F.scaled_dot_product_attention(q, k, v, scale=scale, **mask, **gqa)
         else:
             k, v = (t.repeat_interleave(c["heads"] // c["kv_heads"], dim=1) for t in (k, v))
             scores = softcap(q @ k.mT * scale, c["attention_softcap"]).masked_fill(~seen, -math.inf)
-            y = scores.softmax(-1) @ v
+            if self.sinks is not None:
+                scores = torch.cat([scores, self.sinks.to(scores.dtype).view(-1, 1, 1).expand(B, -1, T, 1)], -1)
+            y = scores.softmax(-1)[..., :T] @ v
         return self.proj(y.transpose(1, 2).reshape(B, T, c["heads"] * width))
 
+    def gated(self, h):
+        gate, up = h.chunk(2, dim=-1)
+        if limit := self.c["glu_limit"]:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        f, offset = ACTIVATIONS[self.c["activation"]], self.c["glu_offset"]
+        return f(gate) * (up + offset if offset else up)
+
     def mlp(self, x):
-        h, f = self.fc(x), ACTIVATIONS[self.c["activation"]]
-        if self.c["gated"]:
-            gate, up = h.chunk(2, dim=-1)
-            return self.out(f(gate) * up)
-        return self.out(f(h))
+        h = self.fc(x)
+        return self.out(self.gated(h) if self.c["gated"] else ACTIVATIONS[self.c["activation"]](h))
 
     def experts(self, x):
         """Returns the output, the balance loss and the z loss. Rows are sorted by expert, and none is dropped."""
         c, shape, count, chosen = self.c, x.shape, self.c["experts"], self.c["experts_per_token"]
         x = x.reshape(-1, c["dim"])
         with torch.autocast(x.device.type, enabled=False):
-            logits = x.float() @ self.router.weight.float().t()
+            wide = torch.promote_types(x.dtype, torch.float32)
+            logits = x.to(wide) @ self.router.weight.to(wide).t()
+            logits = logits if self.router.bias is None else logits + self.router.bias.to(wide)
         scores = logits.softmax(-1) if c["router"] == "softmax" else logits.sigmoid()
         weights, experts = scores.topk(chosen, -1)
         if c["normalise"]:
@@ -178,10 +195,11 @@ class Block(nn.Module):
         loads = torch.zeros(count, dtype=torch.int32, device=x.device).scatter_add_(
             0, experts.flatten(), torch.ones_like(order, dtype=torch.int32))
         offsets = loads.cumsum(0, dtype=torch.int32)
-        gate, up = grouped(x[order // chosen], self.fc.weight, offsets).chunk(2, -1)
-        y = grouped(ACTIVATIONS[c["activation"]](gate) * up, self.out.weight, offsets)
-        y = (y * weights.flatten()[order, None].to(y.dtype)).float()
-        out = torch.zeros(x.shape, device=x.device).index_add_(0, order // chosen, y).to(x.dtype)
+        sorted_experts = experts.flatten()[order]
+        a = self.gated(self.fc(x[order // chosen], sorted_experts, offsets))
+        y = self.out(a, sorted_experts, offsets)
+        y = (y * weights.flatten()[order, None].to(y.dtype)).to(wide)
+        out = torch.zeros(x.shape, dtype=wide, device=x.device).index_add_(0, order // chosen, y).to(x.dtype)
         probabilities = scores / scores.sum(-1, keepdim=True)
         balance = count * (loads / order.numel() * probabilities.mean(0)).sum()
         return out.reshape(shape), balance, logits.logsumexp(-1).square().mean()
@@ -223,11 +241,11 @@ class GPT(nn.Module):
             self.register_buffer(name + "cos", cos, persistent=False)
             self.register_buffer(name + "sin", sin, persistent=False)
         for name, p in self.named_parameters():
-            if p.dim() >= 2:
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif p.dim() >= 2:
                 std = 0.02 / math.sqrt(2 * c["layers"]) if name.endswith(("proj.weight", "out.weight")) else 0.02
                 nn.init.normal_(p, 0.0, std)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
 
     def forward(self, tokens, with_routers=False):
         """Returns the logits; with routers, also the sum of their losses with their factors."""
@@ -257,9 +275,10 @@ def loss(logits, targets):
 
 def optimizer(model, lr, weight_decay=0.1, **more):
     """Returns AdamW with weight decay on matrices only."""
-    params = list(model.parameters())
+    # Biases of all experts are one matrix.
+    is_matrix = {p: p.dim() >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
     groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in is_matrix if is_matrix[p]], "weight_decay": weight_decay},
+        {"params": [p for p in is_matrix if not is_matrix[p]], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, **more)

@@ -11,6 +11,8 @@ or on a GPU:
 - greedy text;
 - the bits of all tensors after import, a step that changes nothing, and export; and the export loads without a warning.
 
+The loss and the export of a model with MXFP4 weights are those of the model with the weights that transformers decodes.
+
 Prints a line for each case that holds; exit code 1 if one does not.
 """
 
@@ -18,13 +20,15 @@ import argparse
 import array
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import byte_vocabulary
@@ -141,6 +145,13 @@ CASES = {
     "glm4_moe-plain+": ("glm4_moe", dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=40,
                                          n_shared_experts=2, norm_topk_prob=False, first_k_dense_replace=0,
                                          tie_word_embeddings=True)),
+    "gpt_oss": ("gpt_oss", dict(num_local_experts=5, num_experts_per_tok=3, head_dim=24, sliding_window=8,
+                                swiglu_limit=0.6, intermediate_size=96, num_hidden_layers=3,
+                                rope_parameters=dict(rope_type="yarn", rope_theta=300.0, factor=4.0, truncate=False,
+                                                     original_max_position_embeddings=16))),
+    "gpt_oss-plain+": ("gpt_oss", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, attention_bias=False,
+                                       tie_word_embeddings=True, sliding_window=8, rope_parameters=THETA,
+                                       **layers("fff"))),
 }
 # Factors of the losses of routers, and the change of biases per step.
 BALANCE, Z, BIAS_RATE = 0.02, 0.003, 0.01
@@ -367,6 +378,39 @@ def other_head(xlaunch, case):
     return same
 
 
+def mxfp4(xlaunch, case):
+    """Experts in MXFP4 have the values that transformers decodes, and exports have these."""
+    plain, packed = xlaunch.folder / f"{case}-decoded", xlaunch.folder / f"{case}-mxfp4"
+    make(case, plain)
+    shutil.copytree(plain, packed)
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+    (packed / "config.json").write_text(json.dumps(config))
+    decoded = tensors(plain)
+    files = {}
+    for name, tensor in decoded.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            files[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        files |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        decoded[name] = convert_moe_packed_tensors(blocks, scales).float().cpu()
+    save_file(decoded, plain / "model.safetensors", {"format": "pt"})
+    save_file(files, packed / "model.safetensors", {"format": "pt"})
+    with torch.no_grad():
+        theirs = loss(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval(), xlaunch.ids).item()
+    [ours], out = xlaunch.train(f"{case}-mxfp4", packed, 1, 1.2e-38)
+    exported, written = tensors(out), json.loads((out / "config.json").read_text())
+    same = abs(ours - theirs) <= 1e-6 * theirs and "quantization_config" not in written
+    # The step moves zeros by less than any other number would change.
+    equal = lambda name: torch.allclose(decoded[name], exported[name], rtol=0, atol=1e-30)
+    same &= decoded.keys() == exported.keys() and all(map(equal, decoded))
+    print(f"{case}: MXFP4 {'is decoded' if same else 'DIFFERENT'}: loss {ours} here, {theirs}", flush=True)
+    return same
+
+
 def all_hold(xlaunch, comparison, cases):
     """Compares all cases, also after one that fails."""
     failed = 0
@@ -406,6 +450,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         xlaunch = Xlaunch(options.xlaunch, pathlib.Path(folder), options.device)
         hold = all([other_head(xlaunch, case) for case in ("llama", "gpt_neox")] if not options.names else [])
+        hold &= bool(options.names) or mxfp4(xlaunch, "gpt_oss")
         hold &= all_hold(xlaunch, compare, options.names or CASES)
     sys.exit(not hold)
 

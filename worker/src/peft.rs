@@ -264,7 +264,7 @@ pub(crate) fn tensors(shape: &ModelShape, layout: &Layout) -> Vec<Mapped> {
         };
         let rows = match &weight.order {
             Order::Rows(rows) => Order::Rows(rows.clone()),
-            Order::Same | Order::Transposed => Order::Same,
+            Order::Same | Order::Transposed | Order::Alternating => Order::Same,
         };
         let a = tensor("A", [rank, module.inputs], module.a, Order::Same);
         Some([a, tensor("B", [outputs, rank], module.b, rows)])

@@ -109,7 +109,7 @@ fn cpu() -> BackendHandle {
     BackendHandle::new(Backend::cpu(1, PoolMode::On))
 }
 
-/// Models with learned and rotary positions, with norms of queries and keys, windows and caps.
+/// Models with learned and rotary positions, with norms of queries and keys, windows, caps and sinks.
 fn shapes() -> Vec<ModelShape> {
     let llama = shape(Arch::Llama, 2, false);
     let windowed = ModelShape {
@@ -123,7 +123,8 @@ fn shapes() -> Vec<ModelShape> {
         ..llama.clone()
     };
     let full = ModelShape { qk_norm: QkNorm::Full, window: 3, window_pattern: 1, ..llama.clone() };
-    vec![shape(Arch::Gpt2, 2, true), llama, windowed, full]
+    let sinks = ModelShape { attention_sinks: true, window: 7, ..llama.clone() };
+    vec![shape(Arch::Gpt2, 2, true), llama, windowed, full, sinks]
 }
 
 /// A model, and the losses and gradients of one row.

@@ -62,6 +62,11 @@ fn biased() -> ModelShape {
     ModelShape { router_bias: true, ..shared(false) }
 }
 
+/// A model whose experts and routers have biases, with gates beyond their limit, and with attention sinks.
+fn with_layer_biases() -> ModelShape {
+    ModelShape { experts: 5, window: 7, glu_limit: 0.4, ..shape(Arch::GptOss, 3, false) }
+}
+
 /// Loads and biases of a step.
 type Balance = [Vec<f32>; 2];
 
@@ -238,12 +243,19 @@ impl<'a> PassOver<'a> {
 /// Moves each parameter of the last block and its norm along a direction that has a part of the gradient and a random
 /// one.
 #[test]
-fn gradients_of_shared_experts_are_slopes_of_the_loss() {
+fn gradients_of_shared_experts_biases_and_sinks_are_slopes_of_the_loss() {
     let backend = BackendHandle::new(Backend::cpu(2, PoolMode::On));
     let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-    for gate in [false, true] {
+    // The slope changes at a limit of gates.
+    let biased = ModelShape { glu_limit: 0.0, ..with_layer_biases() };
+    for (shape, counted, expected) in [
+        (shared(false), &["shared"][..], 2),
+        (shared(true), &["shared"], 3),
+        // Those of queries, keys and values, of the projection, of both layers of experts, and of routers; sinks.
+        (biased, &[".bias", ".sinks"], 6),
+    ] {
         // A token that moved to another expert would change the loss abruptly.
-        let shape = ModelShape { experts_per_token: 5, ..shared(gate) };
+        let shape = ModelShape { experts_per_token: 5, ..shape };
         let layout = Layout::new(&shape);
         let weights: Vec<f32> = init::weights(&layout, 5, &threads).iter().map(|x| 4.0 * x).collect();
         let model = Model::new(&backend, &shape, &weights).unwrap();
@@ -268,15 +280,15 @@ fn gradients_of_shared_experts_are_slopes_of_the_loss() {
             let step = (0.4 / norm).min(1e-2);
             let slope = (at(step) - at(-step)) / f64::from(2.0 * step);
             model.write_weights(range.start, &weights[range.clone()]).unwrap();
-            let expected = gradient.iter().zip(&direction).map(|(g, d)| f64::from(g * d)).sum::<f64>();
+            let by_gradient = gradient.iter().zip(&direction).map(|(g, d)| f64::from(g * d)).sum::<f64>();
             assert!(
-                (slope - expected).abs() < 5e-3 * f64::from(norm),
-                "{}: {slope} for {expected} of {norm}",
+                (slope - by_gradient).abs() < 5e-3 * f64::from(norm),
+                "{}: {slope} for {by_gradient} of {norm}",
                 param.name
             );
-            compared += usize::from(param.name.contains("shared"));
+            compared += usize::from(counted.iter().any(|part| param.name.contains(part)));
         }
-        assert_eq!(compared, if gate { 3 } else { 2 });
+        assert_eq!(compared, expected);
     }
 }
 
@@ -285,7 +297,7 @@ fn training_does_not_depend_on_the_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
     (spec.train.router_aux_loss_coef, spec.train.router_z_loss_coef) = (0.1, 0.01);
-    for shape in [shape(Arch::Mixtral, 2, false), mixed(), shared(true), biased()] {
+    for shape in [shape(Arch::Mixtral, 2, false), mixed(), shared(true), biased(), with_layer_biases()] {
         let mut run = |ranks: usize| {
             spec.train.batch = 4 / ranks;
             numbers(&train(&shape, &spec, dir.path(), ranks).0)
@@ -310,7 +322,7 @@ fn training_does_not_depend_on_the_number_of_ranks() {
 fn recomputing_activations_changes_no_bit() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
-    for shape in [shape(Arch::Olmoe, 2, false), mixed(), shared(true), shared(false)] {
+    for shape in [shape(Arch::Olmoe, 2, false), mixed(), shared(true), shared(false), with_layer_biases()] {
         let mut run = |recompute| {
             spec.train.recompute = recompute;
             let (results, state) = train(&shape, &spec, dir.path(), 2);
@@ -328,15 +340,16 @@ fn sharding_changes_no_bit() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
     (spec.train.accumulate, spec.comm.bucket_mb) = (1, 0.005);
-    let shape = shared(true);
-    let mut run = |shard| {
-        spec.comm.shard = shard;
-        let (results, state) = train(&shape, &spec, dir.path(), 2);
-        (numbers(&results), state)
-    };
-    let whole = run(Shard::Optimizer);
-    for shard in [Shard::Gradients, Shard::Parameters] {
-        assert!(run(shard) == whole, "{shard:?}");
+    for shape in [shared(true), with_layer_biases()] {
+        let mut run = |shard| {
+            spec.comm.shard = shard;
+            let (results, state) = train(&shape, &spec, dir.path(), 2);
+            (numbers(&results), state)
+        };
+        let whole = run(Shard::Optimizer);
+        for shard in [Shard::Gradients, Shard::Parameters] {
+            assert!(run(shard) == whole, "{shard:?}");
+        }
     }
 }
 
@@ -363,17 +376,22 @@ fn muon_trains_experts_with_the_same_bits_for_any_division() {
 
 /// Muon leaves the second moments of its elements 0.
 #[test]
-fn muon_updates_the_matrices_of_all_experts_and_no_router() {
+fn muon_updates_the_matrices_of_all_experts_and_no_router_and_no_vector() {
     let dir = tempfile::tempdir().unwrap();
     let mut spec = spec(dir.path(), false);
     spec.train.optimizer = Optimizer::Muon;
-    let shape = shared(true);
-    let (_, state) = train(&shape, &spec, dir.path(), 1);
+    for shape in [shared(true), with_layer_biases()] {
+        only_matrices_are_muons(&shape, &train(&shape, &spec, dir.path(), 1).1);
+    }
+}
+
+fn only_matrices_are_muons(shape: &ModelShape, state: &[u32]) {
     let moments = &state[2 * state.len() / 3..];
-    for block in Layout::new(&shape).blocks {
+    for block in Layout::new(shape).blocks {
         let used = |range: &Range<usize>| moments[range.clone()].iter().any(|bits| *bits != 0);
         assert!(!used(&block.fc.weight) && !used(&block.out.weight));
-        assert!(block.router.iter().all(used));
+        assert!(block.router.iter().chain(&block.router_logit_bias).chain(&block.sinks).all(used));
+        assert!(block.expert_biases.iter().flatten().all(used));
         if let Some(shared) = &block.shared {
             assert!(!used(&shared.fc.weight) && !used(&shared.out.weight));
             assert!(shared.gate.iter().all(used));

@@ -77,6 +77,9 @@ const OTHERS: [Case; 6] = [
     Case { name: "factors" },
 ];
 
+/// A model with attention sinks, biases, and experts whose gates have limits. In FP8, models have no experts.
+const SINKS: Case = Case { name: "sinks" };
+
 /// Returns the shape in `tests/peers/goldens.py`.
 fn shape(case: Case) -> ModelShape {
     let tiny = |arch: Arch, tied| ModelShape {
@@ -173,6 +176,15 @@ fn shape(case: Case) -> ModelShape {
             attention_bias: true,
             mlp_bias: true,
             ..tiny(Arch::Llama, true)
+        },
+        "sinks" => ModelShape {
+            kv_heads: 2,
+            glu_limit: 0.3,
+            window: 5,
+            experts: 6,
+            experts_per_token: 3,
+            rope_theta: 1e4,
+            ..tiny(Arch::GptOss, false)
         },
         other => panic!("{other}"),
     }
@@ -436,7 +448,7 @@ fn other_architectures_match_pytorch_on_gpu() {
 }
 
 fn other_architectures_match_pytorch(backend: fn() -> BackendHandle) {
-    for case in OTHERS {
+    for case in OTHERS.into_iter().chain([SINKS]) {
         eprintln!("{}", case.name);
         compare(backend(), case);
     }
@@ -482,7 +494,8 @@ fn recomputed_blocks_give_the_same_bits(backend: fn() -> BackendHandle) {
         &fp8[..]
     };
     let cases = [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE].into_iter().chain(OTHERS);
-    for (case, fp8) in cases.flat_map(|case| fp8.iter().map(move |fp8| (case, *fp8))) {
+    let cases = cases.flat_map(|case| fp8.iter().map(move |fp8| (case, *fp8)));
+    for (case, fp8) in cases.chain([(SINKS, false)]) {
         let [expected, cheap, block] =
             [Recompute::None, Recompute::Cheap, Recompute::Block].map(|recompute| {
                 let memory = MemoryUse { recompute, ..MemoryUse::default() };
@@ -535,6 +548,7 @@ fn bf16_is_near_pytorch_on_gpu() {
         (OTHERS[3], MemoryUse::default(), DType::Bf16),
         (OTHERS[4], chunked, DType::Bf16),
         (OTHERS[5], MemoryUse::default(), DType::Bf16),
+        (SINKS, MemoryUse::default(), DType::Bf16),
     ] {
         near_pytorch(&Fixture::with(gpu_in_bf16(), case, memory, grads), BF16_TOLERANCE);
     }

@@ -9,7 +9,7 @@ use xlaunch_pool::DType;
 
 use crate::backend::Backend;
 use crate::error::Result;
-use crate::ops::{Activation, Cast, GluForward, LinearForward, LinearShape};
+use crate::ops::{Activation, Cast, GluForward, GluInputs, LinearForward, LinearShape};
 use crate::tensor::Tensor;
 
 /// Rounds per rate; the best one counts.
@@ -88,7 +88,8 @@ pub fn copy(backend: &Backend) -> Result<f64> {
 pub fn latencies(backend: &Backend) -> Result<(f64, f64)> {
     let (x, y) = (random(backend, 2 * SMALL)?, backend.alloc(backend.activation_dtype(), SMALL)?);
     let (activation, rows, h, a) = (Activation::Silu, 1, x.all(), y.all());
-    let launch = || backend.run(GluForward { activation, rows, ffn: SMALL, h, a, end: None });
+    let inputs = GluInputs::PLAIN;
+    let launch = || backend.run(GluForward { activation, inputs, rows, ffn: SMALL, h, a, end: None });
     let mut host = [0.0; SMALL];
     let (mut enqueue, mut round_trip) = (f64::INFINITY, f64::INFINITY);
     launch()?;

@@ -57,9 +57,10 @@ fn cached_attention_matches_a_plain_one_for_ragged_sequences() {
                     if c < width / 2 { angle(c).cos() } else { angle(c - width / 2).sin() }
                 })
                 .collect();
-            for table in [None, Some(&table[..])] {
-                let outputs = ops.cached_attention(s, &qkv, table, &places, &chunks);
-                let expected = plain_attention(s, &qkv, table, &places);
+            let sinks: Vec<f32> = plain(5, heads).iter().map(|x| 3.0 * x).collect();
+            for (table, sinks) in [(None, None), (Some(&table[..]), None), (None, Some(&sinks[..]))] {
+                let outputs = ops.cached_attention(s, &qkv, table, sinks, &places, &chunks);
+                let expected = plain_attention(s, &qkv, table, sinks, &places);
                 let distance = distance(&outputs[0].1, &expected);
                 assert!(distance < 1e-6, "{s:?}: {distance:.2e}");
             }
@@ -83,12 +84,16 @@ fn attention_with_options_matches_a_plain_one() {
             };
             let s = AttentionShape { batch: 1, seq, heads, kv_heads, width, options };
             let (qkv, dout) = (plain(4, seq * s.qkv_width()), vec![0.0; seq * heads * width]);
-            let outputs = ops.attention(s, &qkv, None, None, &dout);
+            let sinks = [-2.0, 0.5, 3.0, 9.0];
+            let plain = ops.attention(s, &qkv, None, None, &dout);
+            let with_sinks = ops.attention_with_sinks(s, &qkv, &sinks, None, &dout, Accumulate::Overwrite);
             let cached =
                 CachedAttentionShape { rows: 0, heads, kv_heads, width, slots: 1, capacity: seq, options };
-            let expected = plain_attention(cached, &qkv, None, &ragged(&[seq], 0).0);
-            let distance = distance(&outputs[0].1, &expected);
-            assert!(distance < 1e-6, "{s:?}: {distance:.2e}");
+            for (outputs, sinks) in [(plain, None), (with_sinks, Some(&sinks[..]))] {
+                let expected = plain_attention(cached, &qkv, None, sinks, &ragged(&[seq], 0).0);
+                let distance = distance(&outputs[0].1, &expected);
+                assert!(distance < 1e-6, "{s:?}, sinks {sinks:?}: {distance:.2e}");
+            }
         }
     }
 }

@@ -173,10 +173,12 @@ fn check_rows(what: &str, sizes: Sizes, inputs: &Inputs, outputs: &Outputs, orde
 fn check_layers(what: &str, sizes: Sizes, inputs: &Inputs, outputs: &Outputs, expert_of: &[usize]) {
     let (ins, outs) = (sizes.cols, sizes.outputs);
     let dy = &inputs.dy[inputs.dy.len() - expert_of.len() * outs..];
-    let [mut y, mut dx, mut dw] =
-        [expert_of.len() * outs, expert_of.len() * ins, inputs.w.len()].map(|n| vec![0.0; n]);
+    let [mut y, mut dx, mut dw, mut dbias] =
+        [expert_of.len() * outs, expert_of.len() * ins, inputs.w.len(), inputs.layer_bias.len()]
+            .map(|n| vec![0.0; n]);
     for (row, expert) in expert_of.iter().enumerate() {
         for o in 0..outs {
+            dbias[expert * outs + o] += f64::from(dy[row * outs + o]);
             for i in 0..ins {
                 let at = (expert * outs + o) * ins + i;
                 let [x, w, dy] = [inputs.dy[row * ins + i], inputs.w[at], dy[row * outs + o]].map(f64::from);
@@ -189,6 +191,11 @@ fn check_layers(what: &str, sizes: Sizes, inputs: &Inputs, outputs: &Outputs, ex
     expect(what, outputs, "y", &y);
     expect(what, outputs, "layer's dx", &dx);
     expect(what, outputs, "dw", &dw);
+    let bias =
+        |(i, y): (usize, &f64)| y + f64::from(inputs.layer_bias[expert_of[i / outs] * outs + i % outs]);
+    let biased: Vec<f64> = y.iter().enumerate().map(bias).collect();
+    expect(what, outputs, "y with biases", &biased);
+    expect(what, outputs, "dbias", &dbias);
 }
 
 #[test]

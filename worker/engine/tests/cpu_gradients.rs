@@ -258,6 +258,29 @@ fn check_attention_of(s: AttentionShape, table: Option<&[f32]>, lengths: Option<
 }
 
 #[test]
+fn attention_gradients_with_sinks() {
+    let (plain, window) = (AttentionOptions::new(8), Some(9));
+    for (options, lengths) in [
+        (plain, None),
+        (AttentionOptions { window, ..plain }, None),
+        (AttentionOptions { window, documents: true, ..plain }, Some(&[20, 1, 9, 30][..])),
+    ] {
+        let s = AttentionShape { batch: 2, seq: 30, heads: 4, kv_heads: 2, width: 8, options };
+        let (qkv, dout) = (random(14, 60 * s.qkv_width()), random(15, 60 * 32));
+        let sinks = [-2.0, 0.5, 1.5, 3.0];
+        with_cpu(|ops| {
+            let run = |qkv: &[f32], sinks: &[f32]| {
+                ops.attention_with_sinks(s, qkv, sinks, lengths, &dout, Accumulate::Overwrite)
+            };
+            let (what, outputs) = (format!("{s:?}"), run(&qkv, &sinks));
+            let out = |outputs: Outputs| get(&outputs, "out").to_vec();
+            check(&what, &qkv, &dout, get(&outputs, "dqkv"), |qkv| out(run(qkv, &sinks)));
+            check(&what, &sinks, &dout, get(&outputs, "dsinks"), |sinks| out(run(&qkv, sinks)));
+        });
+    }
+}
+
+#[test]
 fn attention_gradients_with_documents() {
     let table = random(16, 70 * 8);
     for (window, softcap) in [(None, None), (Some(5), None), (None, Some(0.5)), (Some(64), Some(0.5))] {
@@ -375,12 +398,19 @@ fn attention_is_causal() {
 
 #[test]
 fn glu_gradients() {
-    let (h, da): (Vec<f32>, _) = (random(19, 50).iter().map(|x| 3.0 * x).collect(), random(20, 25));
+    const LIMIT: f32 = 1.25;
+    // Differences must not cross the limit, where the slope changes.
+    let apart = |x: f32| if (x.abs() - LIMIT).abs() < 2.0 * H { 2.0 * x } else { x };
+    let h: Vec<f32> = random(19, 50).iter().map(|x| apart(3.0 * x)).collect();
+    let da = random(20, 25);
     with_cpu(|ops| {
         for activation in ACTIVATIONS {
-            let run = |h: &[f32]| ops.glu(activation, [5, 5], h, &da);
-            let what = format!("{activation:?}");
-            check(&what, &h, &da, get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
+            // Some of the inputs are beyond the limit.
+            for inputs in [GluInputs::PLAIN, GluInputs { limit: LIMIT, offset: 1.0 }] {
+                let run = |h: &[f32]| ops.glu(activation, inputs, [5, 5], h, &da);
+                let what = format!("{activation:?}, {inputs:?}");
+                check(&what, &h, &da, get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
+            }
         }
     });
 }
@@ -472,11 +502,22 @@ fn activation_functions_have_their_published_values() {
             3.9999298e0,
         ],
         [0.0, 0.0, 0.0, 0.0, 0.0, 9.0000000e-2, 1.0000000e0, 1.6000000e1],
+        [
+            -2.2035355e-4,
+            -3.4986165e-2,
+            -1.5420423e-1,
+            -4.5755242e-2,
+            0.0,
+            1.8748414e-1,
+            8.4579577e-1,
+            3.9955853e0,
+        ],
     ];
     with_cpu(|ops| {
         for (activation, expected) in ACTIVATIONS.into_iter().zip(expected) {
             let gates: Vec<f32> = x.iter().flat_map(|x| [*x, 1.0]).collect();
-            let a = get(&ops.glu(activation, [x.len(), 1], &gates, &[0.0; 8]), "a").to_vec();
+            let a =
+                get(&ops.glu(activation, GluInputs::PLAIN, [x.len(), 1], &gates, &[0.0; 8]), "a").to_vec();
             for ((x, a), expected) in x.iter().zip(a).zip(expected) {
                 let error = (a - expected).abs();
                 assert!(error <= 1e-6 * x.abs().max(1.0), "{activation:?}({x}) = {a:e}");
@@ -705,6 +746,7 @@ fn overlapping_output_panics() {
     let x = backend.alloc(DType::F32, 100).unwrap();
     let _ = backend.run(GluForward {
         activation: Activation::Silu,
+        inputs: GluInputs::PLAIN,
         rows: 1,
         ffn: 30,
         h: x.slice(0..60),
@@ -729,6 +771,7 @@ fn slice_of_wrong_length_panics() {
     let (x, y) = (backend.alloc(DType::F32, 100).unwrap(), backend.alloc(DType::F32, 99).unwrap());
     let _ = backend.run(GluForward {
         activation: Activation::Silu,
+        inputs: GluInputs::PLAIN,
         rows: 1,
         ffn: 50,
         h: x.all(),

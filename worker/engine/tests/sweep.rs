@@ -161,16 +161,18 @@ impl Sweep<'_> {
         let len = rows * ffn;
         let [a, da] = [6, 7].map(|seed| ops.random(seed, len));
         let [h, dh] = [8, 9].map(|seed| ops.random(seed, 2 * len));
+        let inputs = GluInputs::PLAIN;
         for (name, activation) in [("SwiGLU", Activation::Silu), ("GEGLU", Activation::Gelu)] {
             let report = |direction: &str, bytes: usize, call: &dyn Fn()| {
                 self.report(&format!("{name} {direction}"), "width", ffn, Work::bytes(bytes), call);
             };
             report("forward", 3 * len * ACT, &|| {
-                b.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all(), end: None }).unwrap();
+                b.run(GluForward { activation, inputs, rows, ffn, h: h.all(), a: a.all(), end: None })
+                    .unwrap();
             });
             report("backward", 5 * len * ACT, &|| {
                 let (h, da, dh) = (h.all(), da.all(), dh.all());
-                b.run(GluBackward { activation, rows, ffn, h, da, dh, end: None }).unwrap();
+                b.run(GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None }).unwrap();
             });
         }
     }

@@ -99,6 +99,7 @@ const KEYS: [&str; 60] = [
     "scale_attn_weights",
     "sliding_window",
     "sliding_window_pattern",
+    "swiglu_limit",
     "tie_word_embeddings",
     "torch_dtype",
     "use_bias",

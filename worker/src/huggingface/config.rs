@@ -12,8 +12,11 @@ use super::ModelError;
 use super::families::{FAMILIES, Family};
 use super::key::nearly_equal;
 use super::keys::Keys;
-use super::without_effect::{FURTHER_BLOCKS, IS_CAUSAL, WITHOUT_EFFECT};
+use super::without_effect::{FURTHER_BLOCKS, IS_CAUSAL, QUANTIZATION, WITHOUT_EFFECT};
 use super::{layers, unsupported};
+
+/// `quant_method` of the only quantization that is read.
+const MXFP4: &str = "mxfp4";
 
 /// Ids with which generation starts and stops.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,14 +33,21 @@ pub(super) fn parse(path: &Path, json: &[u8]) -> Result<ModelShape, ModelError> 
     let values: Map<String, Value> =
         serde_json::from_slice(json).map_err(|error| invalid(error.to_string()))?;
     let keys = Keys { path, values: &values };
-    if !keys.is_unset("quantization_config") {
-        return Err(keys.refused("quantization_config", "weights must not be quantized"));
-    }
     if values.get(IS_CAUSAL).is_some_and(|value| *value != json!(true)) {
         return Err(keys.refused(IS_CAUSAL, "tokens would attend to later ones; this trainer computes true"));
     }
     let family =
         Family::named(&values).ok_or_else(|| keys.refused("model_type", &unsupported::reason(&values)))?;
+    if !keys.is_unset(QUANTIZATION) {
+        let method = keys.table(QUANTIZATION)?.and_then(|table| table.get("quant_method"));
+        let is_mxfp4 = method.and_then(Value::as_str) == Some(MXFP4);
+        if !family.without_effect.contains(&QUANTIZATION) {
+            return Err(keys.refused(QUANTIZATION, "weights must not be quantized"));
+        }
+        if !is_mxfp4 {
+            return Err(keys.refused(QUANTIZATION, "only MXFP4 is read in this family"));
+        }
+    }
     read(family, &keys)
 }
 
@@ -269,7 +279,7 @@ pub(super) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) 
         ["dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "n_positions", "n_ctx", FURTHER_BLOCKS];
     // Two of these name files of Python, which are not part of the export.
     const OF_ANOTHER: [&str; 5] =
-        ["transformers_version", "_name_or_path", "quantization_config", "auto_map", "custom_pipelines"];
+        ["transformers_version", "_name_or_path", QUANTIZATION, "auto_map", "custom_pipelines"];
     if read.is_empty() {
         return written;
     }

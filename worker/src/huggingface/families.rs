@@ -7,14 +7,15 @@ use serde_json::{Map, Value};
 use xlaunch_spec::model::{Arch, ModelShape, Parallel};
 
 use super::key::Meaning::{
-    Activation, Cap, Derived, Flag, Implied, Nullable, Number, Only, Parallel as SideBySide, QkNorm,
-    QueryScalar, QueryScale, Reciprocal, SharedWidth, Size, Unused,
+    Activation, Cap, Derived, Flag, Implied, Nullable, Number, Only, Parallel as SideBySide, Positive,
+    QkNorm, QueryScalar, QueryScale, Reciprocal, SharedWidth, Size, Unused,
 };
 use super::key::{Field, Key, field};
 use super::layers::Windows;
 use super::rope::{ROPE, Rope, Scalings};
+use super::scaling;
 use super::tensor_names::{self as names, Names};
-use super::without_effect::FURTHER_BLOCKS;
+use super::without_effect::{FURTHER_BLOCKS, QUANTIZATION};
 
 /// A family of models.
 #[derive(Debug)]
@@ -134,7 +135,7 @@ const LLAMA_FAMILY: Family = Family {
     names: &names::LLAMA,
 };
 
-pub(super) static FAMILIES: [Family; 22] = [
+pub(super) static FAMILIES: [Family; 23] = [
     LLAMA_FAMILY,
     Family {
         arch: Arch::Gpt2,
@@ -591,6 +592,40 @@ pub(super) static FAMILIES: [Family; 22] = [
         without_effect: &[AUX_LOSS, "num_mtp_layers"],
         divided: false,
         names: &names::GLM4_MOE,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::GptOss,
+        model_type: "gpt_oss",
+        title: "gpt-oss",
+        class: "GptOssForCausalLM",
+        keys: &[
+            &sizes([201_088, 2880, 2880, 36, 64, 131_072]),
+            &[
+                kv_heads_or_heads(8),
+                Key("head_dim", Nullable(field!(head_dim), 64, divided_width)),
+                eps("rms_norm_eps", 1e-5),
+                tied(false),
+                // The library's class has its own function, whatever this key says.
+                Key("hidden_act", Only(&["\"silu\""])),
+                Key("swiglu_alpha", Only(&["1.702"])),
+                Key("swiglu_limit", Positive(field!(glu_limit), 7.0)),
+                Key("num_local_experts", Size(field!(experts), 128)),
+                experts_per_token(4),
+                Key("attention_bias", Flag(field!(qkv_bias), true)),
+                Key("attention_bias", Flag(field!(attention_bias), true)),
+                NO_ROUTER_LOGITS,
+            ],
+        ],
+        windows: Windows::Pattern(128, 2),
+        rope: Some(Rope {
+            theta: ("rope_theta", 1.5e5),
+            default_scaling: scaling::default_of_gpt_oss,
+            ..ROPE
+        }),
+        without_effect: &[AUX_LOSS, "experts_per_token", "initial_context_length", QUANTIZATION],
+        divided: false,
+        names: &names::GPT_OSS,
         ..LLAMA_FAMILY
     },
 ];

@@ -38,6 +38,8 @@ pub(super) enum Meaning {
     Implied(Field<usize>, fn(&ModelShape) -> usize),
     /// A number and its default.
     Number(Field<f64>, f64),
+    /// A number above 0 and its default.
+    Positive(Field<f64>, f64),
     /// A number of which the shape has the reciprocal, and its default.
     Reciprocal(Field<f64>, f64),
     /// A soft cap and the default of a missing key. `null` means that there is none, which is 0 in a shape.
@@ -63,13 +65,14 @@ pub(super) enum Meaning {
 }
 
 /// Names of activation functions. The first one of each is written.
-const ACTIVATIONS: [(&str, Activation); 6] = [
+const ACTIVATIONS: [(&str, Activation); 7] = [
     ("silu", Activation::Silu),
     ("swish", Activation::Silu),
     ("gelu", Activation::Gelu),
     ("gelu_pytorch_tanh", Activation::GeluTanh),
     ("gelu_new", Activation::GeluTanh),
     ("relu2", Activation::Relu2),
+    ("quick_gelu", Activation::QuickGelu),
 ];
 
 impl Key {
@@ -94,6 +97,7 @@ impl Key {
                 *(field.of)(shape) = value;
             }
             Meaning::Number(field, default) => *(field.of)(shape) = keys.number(name, *default)?,
+            Meaning::Positive(field, default) => *(field.of)(shape) = keys.positive(name, *default)?,
             Meaning::Reciprocal(field, default) => {
                 *(field.of)(shape) = 1.0 / keys.positive(name, *default)?;
             }
@@ -144,7 +148,7 @@ impl Key {
                 json!(*(field.of)(&mut own))
             }
             Meaning::Implied(..) => return,
-            Meaning::Number(field, _) => json!(*(field.of)(&mut own)),
+            Meaning::Number(field, _) | Meaning::Positive(field, _) => json!(*(field.of)(&mut own)),
             Meaning::Reciprocal(field, _) => json!(1.0 / *(field.of)(&mut own)),
             Meaning::Cap(field, _) => json!(Some(*(field.of)(&mut own)).filter(|cap| *cap != 0.0)),
             Meaning::QueryScalar(_) => json!(query_scalar(shape)),
@@ -174,9 +178,10 @@ impl Key {
             Meaning::Size(field, _) | Meaning::Derived(field, _) | Meaning::Nullable(field, ..) => {
                 field.key == key
             }
-            Meaning::Number(field, _) | Meaning::Reciprocal(field, _) | Meaning::Cap(field, _) => {
-                field.key == key
-            }
+            Meaning::Number(field, _)
+            | Meaning::Positive(field, _)
+            | Meaning::Reciprocal(field, _)
+            | Meaning::Cap(field, _) => field.key == key,
             Meaning::Flag(field, _) => field.key == key,
             Meaning::QueryScalar(_) | Meaning::QueryScale(_) => key == "model.query_scale",
             Meaning::Parallel(..) => key == "model.parallel",

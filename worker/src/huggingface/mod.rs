@@ -9,7 +9,7 @@
 //! - `config` converts `config.json` from and to a [`ModelShape`](xlaunch_spec::model::ModelShape) by these tables:
 //!   `key` and `keys` read and write single keys, `rope`, `scaling` and `layers` those that depend on each other;
 //!   `unsupported` explains refused types, `without_effect` lists ignored keys; pure;
-//! - `source`: reads and checks a directory;
+//! - `source`: reads and checks a directory; `mxfp4` decodes quantized weights, pure;
 //! - for `export`: `destination` puts a whole export into place, or nothing; `writer` writes the tensors; `card` writes
 //!   the text files.
 //!
@@ -29,6 +29,7 @@ pub(crate) mod fuzz;
 mod key;
 mod keys;
 mod layers;
+mod mxfp4;
 mod rope;
 mod scaling;
 pub(crate) mod source;

@@ -23,6 +23,8 @@ pub(super) struct Rope {
     pub(super) windowed: Option<(f64, Option<&'static str>)>,
     /// Scalings of the wavelengths that the family's class computes.
     pub(super) scalings: Scalings,
+    /// The scaling without any of these keys.
+    pub(super) default_scaling: fn() -> RopeScaling,
 }
 
 /// Scalings that a family's class computes.
@@ -36,8 +38,13 @@ pub(super) enum Scalings {
 }
 
 /// Rotary embedding of most families.
-pub(super) const ROPE: Rope =
-    Rope { theta: (THETA, 1e4), fraction: None, windowed: None, scalings: Scalings::All };
+pub(super) const ROPE: Rope = Rope {
+    theta: (THETA, 1e4),
+    fraction: None,
+    windowed: None,
+    scalings: Scalings::All,
+    default_scaling: RopeScaling::default,
+};
 
 const THETA: &str = "rope_theta";
 const ROPE_PARAMETERS: &str = "rope_parameters";
@@ -100,7 +107,7 @@ impl Rope {
             };
         }
         shape.rope_theta = found.theta.unwrap_or(self.theta.1);
-        shape.rope_scaling = found.scaling.unwrap_or_default();
+        shape.rope_scaling = found.scaling.unwrap_or_else(self.default_scaling);
         shape.rope_fraction = found.fraction.or(self.fraction.map(|(_, default)| default)).unwrap_or(1.0);
         if self.fraction.is_none() && shape.rope_fraction != 1.0 {
             return Err(keys.refused(fraction, "models of this family rotate whole heads"));

@@ -108,6 +108,18 @@ fn attention_factor(keys: &Keys<'_>, factor: f64) -> Result<f64, ModelError> {
     Ok(if scale == 0.0 || all == 0.0 { 0.0 } else { scaled(scale) / scaled(all) })
 }
 
+/// Returns the scaling of gpt-oss without any of these keys.
+pub(super) fn default_of_gpt_oss() -> RopeScaling {
+    RopeScaling::Yarn {
+        factor: 32.0,
+        original_max_position_embeddings: 4096,
+        beta_fast: BETAS.0,
+        beta_slow: BETAS.1,
+        attention_factor: 0.0,
+        truncate: false,
+    }
+}
+
 /// Returns the keys of a scaling. The library warns of keys that a type lacks.
 pub(super) fn parameters(scaling: &RopeScaling) -> Value {
     let mut parameters = json!(scaling);

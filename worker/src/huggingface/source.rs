@@ -22,7 +22,7 @@ use xlaunch_spec::model::ModelShape;
 use super::families::Family;
 use super::tensor_names::{self, Mapped, Order};
 use super::without_effect::FURTHER_BLOCKS;
-use super::{ADAPTER_CONFIG, INDEX, ModelError, WEIGHTS, config};
+use super::{ADAPTER_CONFIG, INDEX, ModelError, WEIGHTS, config, mxfp4};
 use crate::checkpoint::{Abandoned, Arena, Piece, Sink, read_header};
 use crate::inherited::CONFIG;
 use crate::model::layout::Layout;
@@ -74,7 +74,12 @@ struct Part {
     /// Offset in the file.
     at: u64,
     dtype: Dtype,
+    /// File and offset of the scales of blocks in MXFP4.
+    scales: Option<(usize, u64)>,
 }
+
+/// A tensor of the files: the index of its file, its entry there, and the offset of the file's data.
+type Found = (usize, TensorInfo, u64);
 
 /// Reason why reading ended early.
 enum Failure {
@@ -172,7 +177,7 @@ impl Directory {
     /// Opens the weights for a model that differs from this one at most in its sequence length. Reads only the headers.
     pub(crate) fn weights(&self, shape: &ModelShape, layout: &Layout) -> Result<Weights, ModelError> {
         let files = self.files()?;
-        let mut found: HashMap<String, (usize, TensorInfo, u64)> = HashMap::new();
+        let mut found: HashMap<String, Found> = HashMap::new();
         let mut opened = Vec::with_capacity(files.len());
         for (index, (name, expected)) in files.into_iter().enumerate() {
             let path = self.path.join(name);
@@ -210,7 +215,7 @@ impl Directory {
         shape: &ModelShape,
         layout: &Layout,
         files: Vec<(PathBuf, File)>,
-        mut found: HashMap<String, (usize, TensorInfo, u64)>,
+        mut found: HashMap<String, Found>,
     ) -> Result<Weights, ModelError> {
         let family = Family::of(shape.arch);
         let (prefix, head) = (family.names.prefix, format!("{}.weight", family.names.head));
@@ -228,12 +233,16 @@ impl Directory {
             {
                 bare = &head;
             }
+            if let Some(part) = quantized(&files, &mut found, bare, &tensor)? {
+                parts.push(part);
+                continue;
+            }
             let Some((file, info, data)) = found.remove(bare) else {
                 return Err(tensor_error(&self.path, bare, &not_found(&tensor.name, found.keys())));
             };
             check_type(&files[file].0, bare, &info, &tensor)?;
             let at = data.saturating_add(info.data_offsets.0 as u64);
-            parts.push(Part { tensor, file, at, dtype: info.dtype });
+            parts.push(Part { tensor, file, at, dtype: info.dtype, scales: None });
         }
         let mut others: Vec<&String> =
             found.keys().filter(|name| !tensor_names::is_derived(name, family.names, shape)).collect();
@@ -247,6 +256,34 @@ impl Directory {
             }
         }
     }
+}
+
+/// Finds a tensor of experts among those that are quantized to MXFP4.
+fn quantized(
+    files: &[(PathBuf, File)],
+    found: &mut HashMap<String, Found>,
+    name: &str,
+    tensor: &Mapped,
+) -> Result<Option<Part>, ModelError> {
+    let Some(tensor) = tensor.transposed().filter(|_| !found.contains_key(name)) else { return Ok(None) };
+    let [blocks, scales] = mxfp4::ENDINGS.map(|ending| format!("{name}{ending}"));
+    if !found.contains_key(&blocks) {
+        return Ok(None);
+    }
+    let shapes = mxfp4::shapes(&tensor.shape);
+    let mut place = |name: &str, shape: &[usize]| {
+        let Some((file, info, data)) = found.remove(name) else {
+            return Err(tensor_error(&files[0].0, name, "not found"));
+        };
+        if info.dtype != Dtype::U8 || info.shape != shape {
+            let (dtype, theirs) = (info.dtype, &info.shape);
+            let problem = format!("it is {dtype:?} {theirs:?}, but the model has U8 {shape:?}");
+            return Err(tensor_error(&files[file].0, name, &problem));
+        }
+        Ok((file, data.saturating_add(info.data_offsets.0 as u64)))
+    };
+    let ((file, at), scales) = (place(&blocks, &shapes[0])?, place(&scales, &shapes[1])?);
+    Ok(Some(Part { tensor, file, at, dtype: Dtype::U8, scales: Some(scales) }))
 }
 
 /// Describes a tensor that is missing. Wrappers such as that of `torch.compile` put a prefix before all names.
@@ -399,20 +436,36 @@ impl Weights {
         }
     }
 
-    fn read_piece(&self, part: &Part, range: Range<usize>, sink: Sink<'_>) -> Result<(), Failure> {
-        let (path, file) = &self.files[part.file];
-        let width = width(part.dtype).unwrap_or(size_of::<f32>());
-        let mut bytes = vec![0; range.len() * width];
-        let at = part.at + (range.start * width) as u64;
+    /// Reads a range of bytes of a tensor at this offset of a file.
+    fn read_bytes(&self, file: usize, at: u64, range: Range<usize>) -> Result<Vec<u8>, ModelError> {
+        let (path, file) = &self.files[file];
+        let mut bytes = vec![0; range.len()];
+        let at = at.saturating_add(range.start as u64);
         file.file().read_exact_at(&mut bytes, at).map_err(|error| read_error(path, &error))?;
-        let values = decode(&bytes, part.dtype);
+        Ok(bytes)
+    }
+
+    fn read_piece(&self, part: &Part, range: Range<usize>, sink: Sink<'_>) -> Result<(), Failure> {
+        let path = &self.files[part.file].0;
+        let values = match part.scales {
+            Some((file, at)) => {
+                let blocks = self.read_bytes(part.file, part.at, mxfp4::bytes_of_blocks(&range))?;
+                let scales = self.read_bytes(file, at, mxfp4::bytes_of_scales(&range))?;
+                mxfp4::decode(&blocks, &scales)
+            }
+            None => {
+                let width = width(part.dtype).unwrap_or(size_of::<f32>());
+                let bytes = self.read_bytes(part.file, part.at, range.start * width..range.end * width)?;
+                decode(&bytes, part.dtype)
+            }
+        };
         if !values.iter().all(|value| value.is_finite()) {
             return Err(tensor_error(path, &part.tensor.name, "it has values that are not finite").into());
         }
         let at = part.tensor.elements.start + range.start;
         let values = match part.tensor.order {
             Order::Same => values,
-            Order::Transposed | Order::Rows(_) => part.tensor.to_arena(&values),
+            Order::Transposed | Order::Alternating | Order::Rows(_) => part.tensor.to_arena(&values),
         };
         sink(Piece { arena: Arena::Params, at, values }).map_err(|Abandoned| Failure::Abandoned)
     }
@@ -422,8 +475,8 @@ impl Part {
     /// Returns the range of values of each piece.
     fn pieces(&self) -> impl Iterator<Item = (&Self, Range<usize>)> {
         let len = self.tensor.elements.len();
-        // A tensor in another order is read whole. It is small compared with the model.
-        let step = if self.tensor.order == Order::Same { READ_LEN } else { len.max(1) };
+        // A matrix in another order is read whole. It is small compared with the model.
+        let step = if self.tensor.order == Order::Same { READ_LEN } else { self.tensor.unit().max(1) };
         (0..len).step_by(step).map(move |start| (self, start..(start + step).min(len)))
     }
 }

@@ -3,7 +3,8 @@
 //! A family's [`Names`] say how its tensors are called, and which matrices its files fuse. Each tensor holds one range
 //! of the arena, possibly in another [`Order`]:
 //! - the arena's fused matrices are split by rows: queries, keys and values; gate and up projections;
-//! - GPT-2's matrices are stored as `[inputs, outputs]`, the transpose of the arena's;
+//! - GPT-2's matrices and those of gpt-oss's experts are stored as `[inputs, outputs]`, the transpose of the arena's;
+//! - gpt-oss alternates the outputs of gate and up projections;
 //! - GPT-NeoX has the queries, keys and values of one head after another;
 //! - rotation pairs elements i and i + R of the first 2 R of each head in files, and elements i and i + D/2 in the
 //!   arena, which differs if only a part of a head is rotated.
@@ -30,6 +31,8 @@ pub(crate) struct Names {
     post: [&'static str; 2],
     qkv: Qkv,
     qk_norm: [&'static str; 2],
+    /// Learned scores of the heads, the whole name.
+    sinks: &'static str,
     proj: &'static str,
     /// The first feed-forward matrix; gate and up projections if files do not fuse them.
     fc: &'static [&'static str],
@@ -63,6 +66,8 @@ enum Experts {
     Each { router: &'static str, experts: &'static str, parts: [&'static str; 3] },
     /// One tensor for all experts: gate and up, then down.
     Grouped { router: &'static str, parts: [&'static str; 2] },
+    /// Same, with matrices as `[inputs, outputs]`, and gate and up projections that alternate.
+    Alternating { router: &'static str, parts: [&'static str; 2] },
 }
 
 /// Names of the matrices of queries, keys and values.
@@ -86,6 +91,7 @@ pub(super) const LLAMA: Names = Names {
     post: ["", ""],
     qkv: Qkv::Split(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
     qk_norm: ["self_attn.q_norm", "self_attn.k_norm"],
+    sinks: "",
     proj: "self_attn.o_proj",
     fc: &["mlp.gate_proj", "mlp.up_proj"],
     out: "mlp.down_proj",
@@ -183,7 +189,16 @@ pub(super) const GLM4_MOE: Names = Names {
 const SCORE_CORRECTION: &str = "mlp.gate.e_score_correction_bias";
 const SHARED_EXPERTS: &str = "mlp.shared_experts";
 
-/// Parameters of all of these families in transformers 5, whose files have the names above.
+pub(super) const GPT_OSS: Names = Names {
+    sinks: "self_attn.sinks",
+    experts: Some(Experts::Alternating {
+        router: "mlp.router",
+        parts: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }),
+    ..LLAMA
+};
+
+/// Parameters of the families before it in transformers 5, whose files have the names above.
 const GROUPED_EXPERTS: Names = Names {
     experts: Some(Experts::Grouped {
         router: "mlp.gate",
@@ -224,40 +239,84 @@ pub(crate) struct Mapped {
 pub(crate) enum Order {
     /// Same as in the arena.
     Same,
-    /// The file has the transpose of the arena's matrix.
+    /// The file has the transpose of the arena's matrix, or of that of each expert.
     Transposed,
-    /// The arena's row of each row in the file.
+    /// Same, and the columns are in turn rows of the first and of the second half of the arena's matrix.
+    Alternating,
+    /// The arena's row of each row in the file, in the matrix of each expert if there are several.
     Rows(Vec<usize>),
 }
 
 impl Mapped {
-    /// Brings the values of the whole tensor from the order of files into that of the arena.
-    pub(crate) fn to_arena(&self, values: &[f32]) -> Vec<f32> {
-        match (&self.order, &*self.shape) {
-            (Order::Transposed, [rows, cols]) => transpose(values, *rows, *cols),
-            (Order::Rows(rows), _) => {
-                let mut arena = vec![0.0; values.len()];
-                let width = values.len() / rows.len().max(1);
-                for (row, values) in rows.iter().zip(values.chunks_exact(width.max(1))) {
-                    arena[row * width..(row + 1) * width].copy_from_slice(values);
-                }
-                arena
-            }
-            _ => values.to_vec(),
+    /// Returns the number of consecutive values that another order permutes: those of an expert's matrix, or of the
+    /// whole tensor.
+    pub(crate) fn unit(&self) -> usize {
+        match *self.shape {
+            [_, rows, cols] => rows * cols,
+            _ => self.elements.len(),
         }
     }
 
-    /// Brings the values of the whole tensor from the order of the arena into that of files.
-    pub(crate) fn to_file(&self, values: &[f32]) -> Vec<f32> {
-        match (&self.order, &*self.shape) {
-            (Order::Transposed, [rows, cols]) => transpose(values, *cols, *rows),
-            (Order::Rows(rows), _) => {
-                let width = values.len() / rows.len().max(1);
-                rows.iter().flat_map(|row| &values[row * width..(row + 1) * width]).copied().collect()
+    /// Brings the values of whole units from the order of files into that of the arena.
+    pub(crate) fn to_arena(&self, values: &[f32]) -> Vec<f32> {
+        self.by_unit(values, |values| match (&self.order, &*self.shape) {
+            (Order::Transposed, [.., rows, cols]) => transpose(values, *rows, *cols),
+            (Order::Alternating, [.., rows, cols]) => {
+                from_rows(&alternating_rows(*cols), &transpose(values, *rows, *cols))
             }
+            (Order::Rows(rows), _) => from_rows(rows, values),
             _ => values.to_vec(),
-        }
+        })
     }
+
+    /// Brings the values of whole units from the order of the arena into that of files.
+    pub(crate) fn to_file(&self, values: &[f32]) -> Vec<f32> {
+        self.by_unit(values, |values| match (&self.order, &*self.shape) {
+            (Order::Transposed, [.., rows, cols]) => transpose(values, *cols, *rows),
+            (Order::Alternating, [.., rows, cols]) => {
+                transpose(&to_rows(&alternating_rows(*cols), values), *cols, *rows)
+            }
+            (Order::Rows(rows), _) => to_rows(rows, values),
+            _ => values.to_vec(),
+        })
+    }
+
+    fn by_unit(&self, values: &[f32], order: impl Fn(&[f32]) -> Vec<f32>) -> Vec<f32> {
+        let unit = self.unit().max(1);
+        if values.len() == unit { order(values) } else { values.chunks(unit).flat_map(order).collect() }
+    }
+
+    /// Returns the tensor in files that have the transpose of each expert's matrix; `None` if there are no such files.
+    pub(crate) fn transposed(&self) -> Option<Self> {
+        let [experts, rows, cols] = *self.shape else { return None };
+        let order = match self.order {
+            Order::Transposed => Order::Same,
+            Order::Alternating => Order::Rows(alternating_rows(cols)),
+            Order::Same | Order::Rows(_) => return None,
+        };
+        Some(Self { shape: vec![experts, cols, rows], order, ..self.clone() })
+    }
+}
+
+/// Moves each row to its place in the arena.
+fn from_rows(rows: &[usize], values: &[f32]) -> Vec<f32> {
+    let mut arena = vec![0.0; values.len()];
+    let width = values.len() / rows.len().max(1);
+    for (row, values) in rows.iter().zip(values.chunks_exact(width.max(1))) {
+        arena[row * width..(row + 1) * width].copy_from_slice(values);
+    }
+    arena
+}
+
+/// Returns the arena's rows in this order.
+fn to_rows(rows: &[usize], values: &[f32]) -> Vec<f32> {
+    let width = values.len() / rows.len().max(1);
+    rows.iter().flat_map(|row| &values[row * width..(row + 1) * width]).copied().collect()
+}
+
+/// Returns the arena's row of each row of a file that has rows of its first and of its second half in turn.
+fn alternating_rows(count: usize) -> Vec<usize> {
+    (0..count).map(|row| row % 2 * (count / 2) + row / 2).collect()
 }
 
 /// Transposes `[rows, cols]` to `[cols, rows]`.
@@ -335,6 +394,7 @@ impl List<'_> {
                 }
             }
         }
+        self.vector(&name(names.sinks), block.sinks.as_ref(), shape.heads);
         self.linear(&name(names.proj), &block.proj, [dim, attention]);
         self.norm(&name(names.post[0]), block.post1.as_ref());
         self.norm(&name(names.ln[1]), block.ln2.as_ref());
@@ -389,6 +449,22 @@ impl List<'_> {
                 self.matrix(&name(gate), router.start, [count, dim]);
                 self.push(name(gate_up_proj), vec![count, 2 * width, dim], fc);
                 self.push(name(down_proj), vec![count, dim, width], out);
+            }
+            Experts::Alternating { router: gate, parts: [gate_up_proj, down_proj] } => {
+                self.matrix(&name(gate), router.start, [count, dim]);
+                let bias = block.router_logit_bias.as_ref();
+                self.vector(&format!("{}.bias", name(gate)), bias, count);
+                let [gate_up, down] = [name(gate_up_proj), name(down_proj)];
+                if let Some([fc, out]) = &block.expert_biases {
+                    let each = alternating_rows(2 * width);
+                    let of_expert = |expert| each.iter().map(move |row| expert * 2 * width + row);
+                    let rows = (0..count).flat_map(of_expert).collect();
+                    let bias = format!("{gate_up}_bias");
+                    self.push_ordered(bias, vec![count, 2 * width], fc.start, Order::Rows(rows));
+                    self.push(format!("{down}_bias"), vec![count, dim], out.start);
+                }
+                self.push_ordered(gate_up, vec![count, dim, 2 * width], fc, Order::Alternating);
+                self.push_ordered(down, vec![count, width, dim], out, Order::Transposed);
             }
         }
     }
@@ -455,8 +531,12 @@ impl List<'_> {
     }
 
     fn push(&mut self, name: String, shape: Vec<usize>, at: usize) {
+        self.push_ordered(name, shape, at, Order::Same);
+    }
+
+    fn push_ordered(&mut self, name: String, shape: Vec<usize>, at: usize, order: Order) {
         let elements = at..at + shape.iter().product::<usize>();
-        self.tensors.push(Mapped { name, shape, elements, order: Order::Same, exact: false, prefix: false });
+        self.tensors.push(Mapped { name, shape, elements, order, exact: false, prefix: false });
     }
 }
 

@@ -433,6 +433,56 @@ fn half_precision_base_models_and_derived_tensors_are_read() {
     }
 }
 
+/// Replaces the matrices of experts by blocks in MXFP4 that are 2 everywhere.
+fn pack(tensors: &mut Tensors) {
+    let is_packed = |name: &str| name.ends_with("gate_up_proj") || name.ends_with("down_proj");
+    let (matrices, others): (Vec<_>, Vec<_>) =
+        tensors.drain(..).partition(|(name, ..)| is_packed(name) && name.contains("experts"));
+    *tensors = others;
+    for (name, _, shape, _) in matrices {
+        let scales = vec![shape[0], shape[2], shape[1] / 32];
+        let blocks = [&scales[..], &[16]].concat();
+        for (end, shape, byte) in [("blocks", blocks, 0x22), ("scales", scales, 128)] {
+            let bytes = vec![byte; shape.iter().product()];
+            tensors.push((format!("{name}_{end}"), "U8".into(), shape, bytes));
+        }
+    }
+}
+
+#[test]
+fn experts_in_mxfp4_are_decoded_and_incomplete_ones_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = super::fixtures::all()["gpt_oss"].shape();
+    let changed = Changed::new(dir.path(), &shape);
+    let (exact, packed) = (changed.read(&|_| {}).unwrap(), changed.read(&pack).unwrap());
+    for param in &Layout::new(&shape).params {
+        let is_packed = param.shape.len() == 3;
+        let (exact, packed) = (&exact[param.stored()], &packed[param.stored()]);
+        assert!(if is_packed { packed.iter().all(|x| *x == 2.0) } else { packed == exact }, "{}", param.name);
+    }
+    let refused = |change: &dyn Fn(&mut Tensors)| {
+        let packed = changed.read(&|tensors| {
+            pack(tensors);
+            change(tensors);
+        });
+        packed.unwrap_err().to_string()
+    };
+    let error =
+        refused(&|tensors| tensors.retain(|(name, ..)| !name.ends_with("0.mlp.experts.down_proj_scales")));
+    assert!(error.contains("down_proj_scales") && error.contains("not found"), "{error}");
+    let error = refused(&|tensors| {
+        let (_, _, shape, bytes) = tensors.iter_mut().find(|(name, ..)| name.ends_with("_blocks")).unwrap();
+        bytes.truncate(bytes.len() / shape[0]);
+        shape[0] = 1;
+    });
+    assert!(error.contains("U8"), "{error}");
+    let error = refused(&|tensors| {
+        let (.., bytes) = tensors.iter_mut().find(|(name, ..)| name.ends_with("_scales")).unwrap();
+        bytes[0] = 255;
+    });
+    assert!(error.contains("not finite"), "{error}");
+}
+
 #[test]
 fn hostile_files_and_indexes_are_refused() {
     let dir = tempfile::tempdir().unwrap();

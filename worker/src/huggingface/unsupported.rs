@@ -27,7 +27,6 @@ const REASONS: &[(&str, &str, &str)] = &[
     ("glm4_moe_lite", LATENT, "glm4_moe"),
     ("glm4v", IMAGES, "glm4_moe"),
     ("glm4", ORDER, "glm4_moe"),
-    ("gpt_oss", "it has attention sinks, and experts with biases and clamped activations", "mixtral"),
     ("flex_olmo", EXPERTS, "olmoe"),
     ("olmo_hybrid", LINEAR, "olmo3"),
     ("olmo", "its norms have no weights", "olmo2"),

@@ -98,5 +98,8 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
 /// Whether tokens attend only to earlier ones. The library reads it in all families; without it they do.
 pub(super) const IS_CAUSAL: &str = "is_causal";
 
+/// How weights are quantized. Families whose files have such weights read them without this key.
+pub(super) const QUANTIZATION: &str = "quantization_config";
+
 /// Number of blocks after the others that predict further tokens, which are not read.
 pub(super) const FURTHER_BLOCKS: &str = "num_nextn_predict_layers";

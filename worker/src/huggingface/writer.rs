@@ -1,8 +1,8 @@
 //! Writes the tensors of an export as the checkpoint is read: pieces of the arena arrive in any order, from several
 //! threads.
 //!
-//! A piece is written to its file at once. Only tensors that have another order in files wait in memory until they are
-//! complete, so a few matrices are in memory regardless of the size of the model.
+//! A piece is written to its file at once. Only matrices that have another order in files wait in memory until they are
+//! complete, so a few of them are in memory regardless of the size of the model.
 
 use std::collections::HashMap;
 use std::io;
@@ -175,6 +175,9 @@ fn tensor_bytes(tensor: &Mapped, dtype: ExportDtype) -> u64 {
     (tensor.elements.len() * dtype.of(tensor).width()) as u64
 }
 
+/// Values that another order permutes, with the number of those that are missing.
+type Incomplete = (Vec<f32>, usize);
+
 /// The files of a plan during writing.
 #[derive(Debug)]
 pub(crate) struct Writer {
@@ -183,8 +186,8 @@ pub(crate) struct Writer {
     dir: PathBuf,
     /// Indices of the tensors in the order of the arena.
     by_place: Vec<usize>,
-    /// Values of incomplete matrices, with the number of missing values.
-    pending: Mutex<HashMap<usize, (Vec<f32>, usize)>>,
+    /// Incomplete [units](Mapped::unit) by tensor and number.
+    pending: Mutex<HashMap<(usize, usize), Incomplete>>,
     written: AtomicUsize,
 }
 
@@ -232,18 +235,25 @@ impl Writer {
         if tensor.order == Order::Same {
             return self.write(index, first, values);
         }
-        let whole = {
-            let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-            let len = tensor.elements.len();
-            let (matrix, missing) = pending.entry(index).or_insert_with(|| (vec![0.0; len], len));
-            matrix[first..first + values.len()].copy_from_slice(values);
-            *missing = missing.saturating_sub(values.len());
-            if *missing == 0 { pending.remove(&index) } else { None }
-        };
-        match whole {
-            Some((matrix, _)) => self.write(index, 0, &tensor.to_file(&matrix)),
-            None => Ok(()),
+        let unit = tensor.unit();
+        let (mut first, mut values) = (first, values);
+        while !values.is_empty() {
+            let (number, start) = (first / unit, first % unit);
+            let (own, rest) = values.split_at(values.len().min(unit - start));
+            let whole = {
+                let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+                let key = (index, number);
+                let (matrix, missing) = pending.entry(key).or_insert_with(|| (vec![0.0; unit], unit));
+                matrix[start..start + own.len()].copy_from_slice(own);
+                *missing = missing.saturating_sub(own.len());
+                if *missing == 0 { pending.remove(&key) } else { None }
+            };
+            if let Some((matrix, _)) = whole {
+                self.write(index, number * unit, &tensor.to_file(&matrix))?;
+            }
+            (first, values) = (first + own.len(), rest);
         }
+        Ok(())
     }
 
     /// Writes values of a tensor in their final order, starting at its value `first`.

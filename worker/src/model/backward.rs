@@ -7,8 +7,8 @@
 use std::rc::Rc;
 
 use xlaunch_engine::{
-    Accumulate, AddScaled, AttentionBackward, ColumnSum, DType, EmbedBackward, EngineError, NormBackward,
-    QkNormBackward, Result, Slice, Tensor,
+    Accumulate, AddScaled, AttentionBackward, AttentionSinksBackward, ColumnSum, DType, EmbedBackward,
+    EngineError, NormBackward, QkNormBackward, Result, Slice, Tensor,
 };
 use xlaunch_spec::model::{NormPlace, Parallel};
 
@@ -157,8 +157,21 @@ impl Model {
         let proj = pass.layer(&params.proj, [shape.attention_width(), shape.dim], &inputs.proj, &dproj);
         let datt = self.input_gradient(proj)?;
         let dqkv = Rc::new(self.activation(block.heads.qkv.len())?);
+        let attention = attention_shape(shape, pass.rows, block.index);
+        let sinks = params.sinks.as_ref();
+        if let Some((sinks, dsinks)) = sinks.and_then(|sinks| Some((sinks, pass.gradient(sinks)?))) {
+            self.backend.run(AttentionSinksBackward {
+                shape: attention,
+                sinks: self.param(sinks),
+                out: block.att.all(),
+                dout: datt.all(),
+                lse: block.lse.all(),
+                dsinks,
+                acc: pass.acc,
+            })?;
+        }
         self.backend.run(AttentionBackward {
-            shape: attention_shape(shape, pass.rows, block.index),
+            shape: attention,
             qkv: block.heads.read().all(),
             rope: self.rope(pass.rows, block.index).filter(|_| block.heads.normed.is_none()),
             documents: pass.rows.documents,

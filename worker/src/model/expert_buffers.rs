@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use xlaunch_engine::{
-    CombineRows, DType, GEMV_ROWS, GatherRows, Gemv, GluForward, GroupedForward, LinearShape, Result,
-    RouteForward, RouteShape, RouterLogits, RowsShape, Slice, SortByExpert, Tensor,
+    CombineRows, DType, ExpertBiasForward, GEMV_ROWS, GatherRows, Gemv, GluForward, GroupedForward,
+    LinearShape, Result, RouteForward, RouteShape, RouterLogits, RowsShape, Slice, SortByExpert, Tensor,
 };
 
 use super::Model;
@@ -58,7 +58,7 @@ impl ExpertBuffers {
         gate: &Range<usize>,
         [x, y, out]: [Slice<'_>; 3],
     ) -> Result<()> {
-        self.route(model, gate_route(rows), x, (gate, None))?;
+        self.route(model, gate_route(rows), x, (gate, None), None)?;
         let (row_of, weights) = (self.row_of.slice(0..rows), self.weights.slice(0..rows));
         let shape = RowsShape { tokens: rows, chosen: 1, cols: model.shape.dim };
         model.backend.run(CombineRows { shape, row_of, weights, rows: y, out, add: false, end: None })
@@ -76,7 +76,8 @@ impl ExpertBuffers {
     ) -> Result<()> {
         let (backend, shapes) = (&model.backend, ExpertShapes::new(&model.shape, 1, rows));
         let (choices, params) = (shapes.choices(), &model.layout.blocks[index]);
-        self.route(model, shapes.route, x, (router, model.router_bias(index)))?;
+        let router = (router, params.router_logit_bias.as_ref());
+        self.route(model, shapes.route, x, router, model.router_bias(index))?;
         let (offsets, expert_rows) = (self.offsets.all(), self.rows.slice(0..choices * shapes.rows.cols));
         let (choice_of, row_of) = (self.choice_of.slice(0..choices), self.row_of.slice(0..choices));
         backend.run(GatherRows { shape: shapes.rows, choice_of, x, rows: expert_rows, end: None })?;
@@ -84,10 +85,20 @@ impl ExpertBuffers {
             (self.h.slice(0..choices * shapes.fc.outputs), self.a.slice(0..choices * shapes.out.inputs));
         let w = model.param(&params.fc.weight);
         backend.run(GroupedForward { shape: shapes.fc, offsets, x: expert_rows, w, y: h })?;
-        let activation = model.activation_function();
-        backend.run(GluForward { activation, rows: choices, ffn: shapes.out.inputs, h, a, end: None })?;
+        let add_bias = |cols, bias: &Range<usize>, y| {
+            backend.run(ExpertBiasForward { cols, offsets, bias: model.param(bias), y })
+        };
+        if let Some([bias, _]) = &params.expert_biases {
+            add_bias(shapes.fc.outputs, bias, h)?;
+        }
+        let (activation, inputs) = (model.activation_function(), model.glu_inputs());
+        let ffn = shapes.out.inputs;
+        backend.run(GluForward { activation, inputs, rows: choices, ffn, h, a, end: None })?;
         let w = model.param(&params.out.weight);
         backend.run(GroupedForward { shape: shapes.out, offsets, x: a, w, y: expert_rows })?;
+        if let Some([_, bias]) = &params.expert_biases {
+            add_bias(shapes.out.outputs, bias, expert_rows)?;
+        }
         let weights = self.weights.slice(0..choices);
         backend.run(CombineRows {
             shape: shapes.rows,
@@ -106,15 +117,17 @@ impl ExpertBuffers {
         model: &Model,
         route: RouteShape,
         x: Slice<'_>,
-        (router, bias): (&Range<usize>, Option<Slice<'_>>),
+        (router, logit_bias): (&Range<usize>, Option<&Range<usize>>),
+        bias: Option<Slice<'_>>,
     ) -> Result<()> {
+        let logit_bias = logit_bias.map(|bias| model.param(bias));
         let (backend, choices, w) = (&model.backend, route.rows * route.chosen, model.param(router));
         let shape = LinearShape { rows: route.rows, inputs: model.shape.dim, outputs: route.experts };
         let logits = self.logits.slice(0..route.rows * route.experts);
         if route.rows <= GEMV_ROWS {
-            backend.run(Gemv { shape, x, w, bias: None, activation: None, y: logits })?;
+            backend.run(Gemv { shape, x, w, bias: logit_bias, activation: None, y: logits })?;
         } else {
-            backend.run(RouterLogits { shape, x, w, logits })?;
+            backend.run(RouterLogits { shape, x, w, bias: logit_bias, logits })?;
         }
         let (weights, chosen) = (self.weights.slice(0..choices), self.chosen.slice(0..choices));
         backend.run(RouteForward { shape: route, logits, bias, experts: chosen, weights })?;

@@ -20,9 +20,9 @@ use std::ops::Range;
 
 use xlaunch_comm::{Among, Operation};
 use xlaunch_engine::{
-    AddScaled, CombineRows, DType, EngineError, GatherRows, GluForward, GroupedForward, GroupedShape,
-    LinearShape, Result, RouteForward, RouteShape, Router, RouterLogits, RowsShape, Slice, SortByExpert,
-    Tensor,
+    AddScaled, CombineRows, DType, EngineError, ExpertBiasForward, GatherRows, GluForward, GroupedForward,
+    GroupedShape, LinearShape, Result, RouteForward, RouteShape, Router, RouterLogits, RowsShape, Slice,
+    SortByExpert, Tensor,
 };
 use xlaunch_spec::model::{self, ModelShape};
 
@@ -156,7 +156,8 @@ impl Model {
     ) -> std::result::Result<Experts, E> {
         let (params, backend, shapes) = (&self.layout.blocks[index], &self.backend, self.expert_shapes(x));
         let bias = self.router_bias(index);
-        let [logits, experts, weights] = self.route(shapes.route, (router, bias), x)?;
+        let router = (router, params.router_logit_bias.as_ref());
+        let [logits, experts, weights] = self.route(shapes.route, router, bias, x)?;
         let (of_group, weights, order) = match self.of_group([x, &experts, &weights], progress)? {
             None => (None, weights, self.sort(index, shapes, &experts, run)?),
             Some([x, chosen, weights]) => (Some(x), weights, self.sort(index, shapes, &chosen, run)?),
@@ -169,10 +170,20 @@ impl Model {
         let h = self.activation(shapes.choices() * shapes.fc.outputs)?;
         let w = self.param(&params.fc.weight);
         backend.run(GroupedForward { shape: shapes.fc, offsets, x: rows.all(), w, y: h.all() })?;
+        let biases = params.expert_biases.as_ref();
+        let add_bias = |cols, bias: &Range<usize>, y| {
+            backend.run(ExpertBiasForward { cols, offsets, bias: self.param(bias), y })
+        };
+        if let Some([bias, _]) = biases {
+            add_bias(shapes.fc.outputs, bias, h.all())?;
+        }
         let a = self.gated(shapes, &choices, &h)?;
         let y = self.activation(shapes.choices() * shapes.out.outputs)?;
         let w = self.param(&params.out.weight);
         backend.run(GroupedForward { shape: shapes.out, offsets, x: a.all(), w, y: y.all() })?;
+        if let Some([_, bias]) = biases {
+            add_bias(shapes.out.outputs, bias, y.all())?;
+        }
         Ok(Experts { choices, rows, h, a, y })
     }
 
@@ -256,11 +267,13 @@ impl Model {
         Ok(own)
     }
 
-    /// Returns logits, choices and weights of this rank's tokens.
+    /// Returns logits, choices and weights of this rank's tokens, for a router with a bias of its logits and one of its
+    /// choices, if there are any.
     pub(super) fn route(
         &self,
         route: RouteShape,
-        (router, bias): (&Range<usize>, Option<Slice<'_>>),
+        (router, logit_bias): (&Range<usize>, Option<&Range<usize>>),
+        bias: Option<Slice<'_>>,
         x: &Tensor,
     ) -> Result<[Tensor; 3]> {
         let (backend, len) = (&self.backend, route.rows * route.chosen);
@@ -268,7 +281,8 @@ impl Model {
         let (experts, weights) = (backend.alloc(DType::I32, len)?, backend.alloc(DType::F32, len)?);
         let shape = LinearShape { rows: route.rows, inputs: self.shape.dim, outputs: route.experts };
         let w = self.param(router);
-        backend.run(RouterLogits { shape, x: x.all(), w, logits: logits.all() })?;
+        let logit_bias = logit_bias.map(|bias| self.param(bias));
+        backend.run(RouterLogits { shape, x: x.all(), w, bias: logit_bias, logits: logits.all() })?;
         let [logits_slice, experts_slice, weights_slice] = [&logits, &experts, &weights].map(Tensor::all);
         backend.run(RouteForward {
             shape: route,
@@ -312,8 +326,8 @@ impl Model {
 
     fn gated(&self, shapes: ExpertShapes, choices: &Choices, h: &Tensor) -> Result<Tensor> {
         let (activation, rows, ffn) = (self.activation_function(), shapes.choices(), shapes.out.inputs);
-        let (a, end) = (self.activation(rows * ffn)?, choices.end(shapes));
-        self.backend.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all(), end })?;
+        let (a, end, inputs) = (self.activation(rows * ffn)?, choices.end(shapes), self.glu_inputs());
+        self.backend.run(GluForward { activation, inputs, rows, ffn, h: h.all(), a: a.all(), end })?;
         Ok(a)
     }
 }

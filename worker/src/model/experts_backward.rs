@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use xlaunch_engine::{
-    AddScaled, BalanceLoss, CombineRowsBackward, DType, EngineError, GatherRowsBackward, GluBackward,
-    GroupedBackwardInput, GroupedBackwardWeight, LinearBackwardInput, LinearBackwardWeight, Result,
-    RouteBackward, Slice, Tensor,
+    AddScaled, BalanceLoss, ColumnSum, CombineRowsBackward, DType, EngineError, ExpertBiasBackward,
+    GatherRowsBackward, GluBackward, GroupedBackwardInput, GroupedBackwardWeight, LinearBackwardInput,
+    LinearBackwardWeight, Result, RouteBackward, Slice, Tensor,
 };
 
 use super::Model;
@@ -50,7 +50,15 @@ impl Model {
         let input = |shape, dy: &Tensor, w: &Range<usize>, dx: Slice<'_>| {
             backend.run(GroupedBackwardInput { shape, offsets, dy: dy.all(), w: self.param(w), dx })
         };
+        let biases = params.expert_biases.as_ref();
+        let bias = |cols, dy: &Tensor, bias: &Range<usize>| {
+            let Some(dbias) = pass.gradient(bias) else { return Ok(()) };
+            backend.run(ExpertBiasBackward { cols, offsets, dy: dy.all(), dbias, acc: pass.acc })
+        };
         weight(shapes.out, &drows, a, &params.out.weight)?;
+        if let Some([_, out]) = biases {
+            bias(shapes.out.outputs, &drows, out)?;
+        }
         let dh = self.activation(h.len())?;
         {
             let da = self.activation(a.len())?;
@@ -58,6 +66,7 @@ impl Model {
             let (activation, rows, ffn) = (self.activation_function(), shapes.choices(), shapes.out.inputs);
             backend.run(GluBackward {
                 activation,
+                inputs: self.glu_inputs(),
                 rows,
                 ffn,
                 h: h.all(),
@@ -67,6 +76,9 @@ impl Model {
             })?;
         }
         weight(shapes.fc, &dh, rows, &params.fc.weight)?;
+        if let Some([fc, _]) = biases {
+            bias(shapes.fc.outputs, &dh, fc)?;
+        }
         // The gradient of the outputs is not needed any more, and has the size of that of the rows.
         input(shapes.fc, &dh, &params.fc.weight, drows.all())?;
         let (shape, drows) = (shapes.rows, drows.all());
@@ -122,6 +134,11 @@ impl Model {
             dlogits: dlogits.all(),
         })?;
         routing.add_balance(backend, losses.all(), part)?;
+        let bias = self.layout.blocks[index].router_logit_bias.as_ref();
+        if let Some(out) = bias.and_then(|bias| pass.gradient(bias)) {
+            let (rows, cols, x) = (shape.rows, shape.outputs, dlogits.all());
+            backend.run(ColumnSum { rows, cols, x, out, acc: pass.acc })?;
+        }
         if let Some(dw) = pass.gradient(router) {
             backend.run(LinearBackwardWeight { shape, dy: dlogits.all(), x: x.all(), dw, acc: pass.acc })?;
         }

@@ -3,8 +3,8 @@
 use std::rc::Rc;
 
 use xlaunch_engine::{
-    AddScaled, AttentionForward, DType, EmbedForward, EmbedShape, EngineError, NormForward, QkNormForward,
-    Residual, ResidualAdd, Result, Slice, Tensor,
+    AddScaled, AttentionForward, AttentionSinksForward, DType, EmbedForward, EmbedShape, EngineError,
+    NormForward, QkNormForward, Residual, ResidualAdd, Result, Slice, Tensor,
 };
 use xlaunch_spec::model::Parallel;
 
@@ -104,14 +104,19 @@ impl Model {
         let qkv_input = qkv_input.kept();
         let att = Rc::new(self.activation(n * shape.attention_width())?);
         let lse = self.backend.alloc(DType::F32, n * shape.heads)?;
+        let attention = attention_shape(shape, rows, index);
         self.backend.run(AttentionForward {
-            shape: attention_shape(shape, rows, index),
+            shape: attention,
             qkv: heads.read().all(),
             rope: self.rope(rows, index).filter(|_| heads.normed.is_none()),
             documents: rows.documents,
             out: att.all(),
             lse: lse.all(),
         })?;
+        if let Some(sinks) = params.sinks.as_ref().map(|sinks| self.param(sinks)) {
+            let (out, lse) = (att.all(), lse.all());
+            self.backend.run(AttentionSinksForward { shape: attention, sinks, out, lse })?;
+        }
         let proj_input = self.input(n, att.clone(), Use::Both)?;
         let proj_shape = Self::linear_shape(rows, shape.attention_width(), shape.dim);
         let branch = self.linear(proj_shape, &proj_input, &params.proj)?;

@@ -184,7 +184,8 @@ impl Model {
         let outputs = [h, a];
         let [h, a] = outputs.each_ref().map(Tensor::all);
         if self.shape.gated {
-            self.backend.run(LinearGluForward { shape, activation, x, w, bias, h, a })?;
+            let inputs = self.glu_inputs();
+            self.backend.run(LinearGluForward { shape, activation, inputs, x, w, bias, h, a })?;
         } else {
             self.backend.run(LinearActivationForward { shape, activation, x, w, bias, h, a })?;
         }
@@ -197,7 +198,8 @@ impl Model {
         let out = self.activation(rows * ffn)?;
         let (h, a) = (h.all(), out.all());
         if self.shape.gated {
-            self.backend.run(GluForward { activation, rows, ffn, h, a, end: None })?;
+            let inputs = self.glu_inputs();
+            self.backend.run(GluForward { activation, inputs, rows, ffn, h, a, end: None })?;
         } else {
             self.backend.run(ActivationForward { activation, h, a })?;
         }
@@ -255,15 +257,15 @@ impl Model {
         let w = self.param(&layer.weight);
         let fused = if layer.adapter.is_none() { dy.plain() } else { None };
         if self.shape.gated {
-            let dh = self.activation(h.len())?;
+            let (dh, inputs) = (self.activation(h.len())?, self.glu_inputs());
             if let Some(dy) = fused {
                 let da = self.activation(rows * ffn)?;
                 let (dy, h, da, dh) = (dy.all(), h.all(), da.all(), dh.all());
-                self.backend.run(GluLinearBackward { shape, activation, dy, w, h, da, dh })?;
+                self.backend.run(GluLinearBackward { shape, activation, inputs, dy, w, h, da, dh })?;
             } else {
                 let da = self.input_gradient(args)?;
                 let (h, da, dh) = (h.all(), da.all(), dh.all());
-                self.backend.run(GluBackward { activation, rows, ffn, h, da, dh, end: None })?;
+                self.backend.run(GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None })?;
             }
             if let Some(out) = dbias {
                 self.backend.run(ColumnSum { rows, cols: 2 * ffn, x: dh.all(), out, acc })?;
@@ -289,6 +291,7 @@ impl Model {
             model::Activation::Gelu => Activation::Gelu,
             model::Activation::GeluTanh => Activation::GeluTanh,
             model::Activation::Relu2 => Activation::Relu2,
+            model::Activation::QuickGelu => Activation::QuickGelu,
         }
     }
 }

@@ -40,8 +40,8 @@ use std::ops::Range;
 
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
-    AttentionOptions, AttentionShape, Cast, DType, Documents, LinearShape, NormKind, NormShape, QkNorm,
-    QkNorms, Result, Slice, Tensor,
+    AttentionOptions, AttentionShape, Cast, DType, Documents, GluInputs, LinearShape, NormKind, NormShape,
+    QkNorm, QkNorms, Result, Slice, Tensor,
 };
 use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
 use xlaunch_spec::model::{self, ModelShape};
@@ -324,6 +324,13 @@ impl Model {
             return half::bf16::from_f32(factor).to_f32();
         }
         factor
+    }
+
+    /// Returns what gated activations do with their inputs.
+    fn glu_inputs(&self) -> GluInputs {
+        let ModelShape { glu_limit, glu_offset, .. } = self.shape;
+        let limit = if glu_limit == 0.0 { GluInputs::PLAIN.limit } else { narrow(glu_limit) };
+        GluInputs { limit, offset: narrow(glu_offset) }
     }
 
     /// Returns the bound of the logits, if there is one.

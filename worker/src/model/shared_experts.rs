@@ -69,7 +69,7 @@ impl Model {
         let (rows, layers) = (x.len() / self.shape.dim, self.shared_layers(params));
         let dense = self.dense(rows, x.clone(), layers)?;
         let gate = params.gate.as_ref().map(|gate| -> Result<Gate> {
-            let [logits, experts, weights] = self.route(gate_route(rows), (gate, None), x)?;
+            let [logits, experts, weights] = self.route(gate_route(rows), (gate, None), None, x)?;
             let row_of = self.rows_in_order(&experts)?;
             Ok(Gate { logits, experts, weights, row_of, y: self.dense_output(rows, &dense, layers)? })
         });

@@ -58,11 +58,14 @@ pub enum Arch {
     /// GLM-4.5: Llama with partial rotation, experts balanced by biases, and some that all tokens use.
     #[serde(rename = "glm4_moe")]
     Glm4Moe,
+    /// gpt-oss: attention sinks, windows in every other block, experts with biases and bounded gates.
+    #[serde(rename = "gpt_oss")]
+    GptOss,
 }
 
 impl Arch {
     /// All families.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 23] = [
         Self::Gpt2,
         Self::Llama,
         Self::Mistral,
@@ -85,6 +88,7 @@ impl Arch {
         Self::Qwen3Moe,
         Self::Qwen2Moe,
         Self::Glm4Moe,
+        Self::GptOss,
     ];
 
     /// Returns a tiny model of the family. Its keys of the architecture are those of the family's published models.
@@ -112,6 +116,7 @@ impl Arch {
             Self::Qwen3Moe => QWEN3_MOE,
             Self::Qwen2Moe => QWEN2_MOE,
             Self::Glm4Moe => GLM4_MOE,
+            Self::GptOss => GPT_OSS,
         }
     }
 }
@@ -177,6 +182,8 @@ pub enum Activation {
     GeluTanh,
     /// The square of ReLU.
     Relu2,
+    /// `x sigmoid(1.702 x)`.
+    QuickGelu,
 }
 
 /// Attention and feed-forward layers side by side instead of one after the other.
@@ -226,6 +233,8 @@ pub(super) const LLAMA: ModelShape = ModelShape {
     head_bias: false,
     activation: Activation::Silu,
     gated: true,
+    glu_limit: 0.0,
+    glu_offset: 0.0,
     parallel: Parallel::No,
     rope_theta: 1e4,
     rope_scaling: RopeScaling::Default,
@@ -234,6 +243,7 @@ pub(super) const LLAMA: ModelShape = ModelShape {
     window: 0,
     window_pattern: 0,
     windowed_rope_theta: 0.0,
+    attention_sinks: false,
     attention_softcap: 0.0,
     logit_softcap: 0.0,
     query_scale: 0.0,
@@ -245,6 +255,7 @@ pub(super) const LLAMA: ModelShape = ModelShape {
     expert_ffn: 0,
     router: Router::Softmax,
     normalise: true,
+    router_logit_bias: false,
     router_bias: false,
     routed_scale: 1.0,
     dense_layers: 0,
@@ -397,6 +408,25 @@ const GLM4_MOE: ModelShape = ModelShape {
     qkv_bias: true,
     rope_theta: 1e6,
     rope_fraction: 0.5,
+    tied: false,
+    ..LLAMA
+};
+
+const GPT_OSS: ModelShape = ModelShape {
+    arch: Arch::GptOss,
+    experts: 8,
+    ffn: 88,
+    router_logit_bias: true,
+    activation: Activation::QuickGelu,
+    glu_limit: 7.0,
+    glu_offset: 1.0,
+    qkv_bias: true,
+    attention_bias: true,
+    mlp_bias: true,
+    attention_sinks: true,
+    window: 128,
+    window_pattern: 2,
+    rope_theta: 1.5e5,
     tied: false,
     ..LLAMA
 };

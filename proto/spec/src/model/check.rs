@@ -113,9 +113,12 @@ impl ModelShape {
             let problem = "the model has no shared experts";
             return invalid("model.shared_gate", problem.into(), "false, or model.shared_experts above 0");
         }
-        if self.router_bias && self.experts == 0 {
-            let problem = "the model has no experts";
-            return invalid("model.router_bias", problem.into(), "false, or model.experts above 0");
+        for (key, is_set) in
+            [("model.router_bias", self.router_bias), ("model.router_logit_bias", self.router_logit_bias)]
+        {
+            if is_set && self.experts == 0 {
+                return invalid(key, "the model has no experts".into(), "false, or model.experts above 0");
+            }
         }
         if self.experts == 0 {
             let sizes = [
@@ -135,10 +138,13 @@ impl ModelShape {
             let problem = format!("{} of model.layers = {}", self.dense_layers, self.layers);
             return invalid("model.dense_layers", problem, "fewer than model.layers, or model.experts = 0");
         }
-        if !self.gated || self.mlp_bias {
-            let key = if self.gated { "model.mlp_bias" } else { "model.gated" };
-            let expected = "model.gated = true and model.mlp_bias = false, or model.experts = 0";
-            return invalid(key, "experts are gated and have no biases".into(), expected);
+        if !self.gated {
+            let expected = "model.gated = true, or model.experts = 0";
+            return invalid("model.gated", "experts are gated".into(), expected);
+        }
+        if self.mlp_bias && self.shared_experts > 0 {
+            let expected = "model.mlp_bias = false, or model.shared_experts = 0";
+            return invalid("model.mlp_bias", "shared experts have no biases".into(), expected);
         }
         if self.parallel != Parallel::No {
             let problem = "experts beside attention are not supported";
@@ -153,6 +159,8 @@ impl ModelShape {
             ("model.query_scale", self.query_scale, 0.0),
             ("model.embedding_scale", self.embedding_scale, 0.0),
             ("model.attention_softcap", self.attention_softcap, 0.0),
+            ("model.glu_limit", self.glu_limit, 0.0),
+            ("model.glu_offset", self.glu_offset, 0.0),
             ("model.logit_softcap", self.logit_softcap, 0.0),
             ("model.residual_scale", self.residual_scale, MIN_FACTOR),
             ("model.logit_scale", self.logit_scale, MIN_FACTOR),
@@ -160,6 +168,11 @@ impl ModelShape {
         ] {
             let expected = if least == 0.0 { "0 to 1e6" } else { "1e-6 to 1e6" };
             within(key, factor, least, MAX_FACTOR, expected)?;
+        }
+        let of_gates = [("model.glu_limit", self.glu_limit), ("model.glu_offset", self.glu_offset)];
+        if let Some((key, _)) = of_gates.iter().find(|(_, number)| !self.gated && *number != 0.0) {
+            let problem = "feed-forward layers have no gates";
+            return Err(Invalid::new(key, problem.into(), "0, or model.gated = true".into()));
         }
         if self.parallel != Parallel::No && self.norm_place != NormPlace::Pre {
             return Err(Invalid::new(

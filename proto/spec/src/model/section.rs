@@ -58,7 +58,7 @@ pub struct ModelSection {
     pub qkv_bias: Option<bool>,
     /// Bias of attention's output projection.
     pub attention_bias: Option<bool>,
-    /// Biases of the feed-forward layers.
+    /// Biases of the feed-forward layers, and of all experts.
     pub mlp_bias: Option<bool>,
     /// Bias of the output head.
     pub head_bias: Option<bool>,
@@ -66,6 +66,10 @@ pub struct ModelSection {
     pub activation: Option<Activation>,
     /// The activation function is applied to a gate, which is multiplied by a second projection.
     pub gated: Option<bool>,
+    /// Bound of the gate, and of the magnitude of the second projection, before the activation function; 0: none.
+    pub glu_limit: Option<f64>,
+    /// Number that is added to the second projection before it is multiplied by the gate.
+    pub glu_offset: Option<f64>,
     /// Attention and feed-forward layers side by side, both reading the same residual stream.
     pub parallel: Option<Parallel>,
     /// Representation of positions.
@@ -87,6 +91,9 @@ pub struct ModelSection {
     /// Base of the rotary wavelengths in blocks with a window, where `rope_scaling` does not apply then; 0: as in the
     /// other blocks.
     pub windowed_rope_theta: Option<f64>,
+    /// Each head has a learned score that takes part in the softmax over keys, but has no value: what it receives, keys
+    /// do not.
+    pub attention_sinks: Option<bool>,
     /// Attention scores s become c tanh(s / c) with this c; 0: they stay.
     pub attention_softcap: Option<f64>,
     /// Logits l become c tanh(l / c) with this c; 0: they stay.
@@ -110,6 +117,8 @@ pub struct ModelSection {
     pub router: Option<Router>,
     /// The weights of a token's experts are divided by their sum.
     pub normalise: Option<bool>,
+    /// The projection to the router's logits has a bias, which is trained like the router's weights.
+    pub router_logit_bias: Option<bool>,
     /// Each expert has a bias that is added to its score when experts are chosen, but not in their weights. It balances
     /// the load without a loss: see `train.router_bias_rate`.
     pub router_bias: Option<bool>,
@@ -151,10 +160,10 @@ macro_rules! keys {
 
 keys! {
     arch layers heads kv_heads dim head_dim ffn seq vocab tied norm_eps norm norm_place norm_offset qk_norm qkv_bias
-    attention_bias mlp_bias head_bias activation gated parallel positions rope_theta rope_scaling rope_fraction
-    no_rope_every window window_pattern windowed_rope_theta attention_softcap logit_softcap query_scale embedding_scale
-    residual_scale logit_scale experts experts_per_token expert_ffn router normalise router_bias
-    routed_scale dense_layers shared_experts shared_gate
+    attention_bias mlp_bias head_bias activation gated glu_limit glu_offset parallel positions rope_theta rope_scaling
+    rope_fraction no_rope_every window window_pattern windowed_rope_theta attention_sinks attention_softcap
+    logit_softcap query_scale embedding_scale residual_scale logit_scale experts experts_per_token expert_ffn router
+    normalise router_logit_bias router_bias routed_scale dense_layers shared_experts shared_gate
 }
 
 /// Returns C / H. [`ModelShape::check`] refuses 0 heads.

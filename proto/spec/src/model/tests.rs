@@ -126,6 +126,13 @@ fn keys_without_effect_are_refused() {
     let rope_scaling = Some(RopeScaling::Linear { factor: 2.0 });
     assert_eq!(key(ModelSection { rope_scaling, ..gpt2() }), "model.rope_scaling");
     assert_eq!(key(ModelSection { window_pattern: Some(2), ..Default::default() }), "model.window_pattern");
+    assert_eq!(key(ModelSection { glu_limit: Some(7.0), ..gpt2() }), "model.glu_limit");
+    assert_eq!(key(ModelSection { glu_offset: Some(1.0), ..gpt2() }), "model.glu_offset");
+    let router = ModelSection { router_logit_bias: Some(true), ..Default::default() };
+    assert_eq!(key(router), "model.router_logit_bias");
+    let biased = ModelSection { experts: Some(4), mlp_bias: Some(true), ..Default::default() };
+    assert!(biased.resolve().is_ok());
+    assert_eq!(key(ModelSection { shared_experts: Some(1), ..biased }), "model.mlp_bias");
     let windowed_rope_theta = Some(1e4);
     assert_eq!(key(ModelSection { windowed_rope_theta, ..Default::default() }), "model.windowed_rope_theta");
     let parallel = ModelSection { parallel: Some(Parallel::TwoNorms), ..Default::default() };

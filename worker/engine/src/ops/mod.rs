@@ -36,7 +36,10 @@ pub use activation::{
 };
 pub use adamw::{AdamWConfig, AdamWStep, GROUP_CHUNK, GROUPS, MUON_GROUP, scalar};
 pub use add_scaled::{AddScaled, AddTo};
-pub use attention::{AttentionBackward, AttentionForward, AttentionOptions, AttentionShape, Scalar};
+pub use attention::{
+    AttentionBackward, AttentionForward, AttentionOptions, AttentionShape, AttentionSinksBackward,
+    AttentionSinksForward, Scalar,
+};
 pub use cached_attention::{CachedAttention, CachedAttentionShape};
 pub use cast::Cast;
 pub use checksum::{CHECKSUM_DIGITS, Checksum};
@@ -44,14 +47,15 @@ pub use classifier::{ClassifierShape, FusedClassifier, IGNORED};
 pub use documents::Documents;
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
 pub use experts::{
-    BalanceLoss, CombineRows, CombineRowsBackward, GatherRows, GatherRowsBackward, GroupedBackwardInput,
-    GroupedBackwardWeight, GroupedForward, GroupedShape, MAX_CHOSEN, MAX_EXPERTS, RouteBackward,
-    RouteForward, RouteShape, Router, RouterLogits, RowsShape, SortByExpert, UpdateRouterBias,
+    BalanceLoss, CombineRows, CombineRowsBackward, ExpertBiasBackward, ExpertBiasForward, GatherRows,
+    GatherRowsBackward, GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedShape,
+    MAX_CHOSEN, MAX_EXPERTS, RouteBackward, RouteForward, RouteShape, Router, RouterLogits, RowsShape,
+    SortByExpert, UpdateRouterBias,
 };
 pub use fp8::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
 pub use gemm::{Gemm, Matrix};
 pub use gemv::{GEMV_ROWS, Gemv};
-pub use glu::{GluBackward, GluForward, GluLinearBackward, LinearGluForward};
+pub use glu::{GluBackward, GluForward, GluInputs, GluLinearBackward, LinearGluForward};
 pub use greedy::Greedy;
 pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
 pub use mark::{Mark, Marks};
@@ -144,15 +148,17 @@ pub enum Accumulate {
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width,
 /// and those of activation functions per function.
-pub(crate) const KERNEL_FILES: [&KernelFile; 22] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 24] = [
     &adamw::KERNELS,
     &add_scaled::KERNELS,
+    &attention::sinks::KERNELS,
     &cast::KERNELS,
     &checksum::KERNELS,
     &classifier::KERNELS,
     &embed::cuda::KERNELS,
     &experts::bias::KERNELS,
     &experts::grouped::cuda::KERNELS,
+    &experts::layer_bias::KERNELS,
     &experts::route::KERNELS,
     &experts::rows::KERNELS,
     &experts::sort::KERNELS,

@@ -193,6 +193,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         }
     }
     attention_options(&mut cases, values, round);
+    sinks(&mut cases, values, round);
     cases.extend(qk_norm_cases(values));
     // The second is not vectorizable, and the last ones take several blocks.
     for len in [8, 31, 4096, 10_008, 10_007] {
@@ -329,6 +330,28 @@ fn attention_options(
     }
 }
 
+/// Adds attention with sinks: heads of all numbers of threads, windows, and documents.
+fn sinks(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -> Values + Copy, round: fn(f32) -> f32) {
+    for (sizes, window, lengths, acc) in [
+        ([1, 1, 1, 1, 8], None, None, Accumulate::Overwrite),
+        ([2, 37, 3, 1, 24], None, None, Accumulate::Add),
+        ([1, 130, 8, 1, 64], Some(65), None, Accumulate::Overwrite),
+        ([2, 128, 4, 2, 64], None, None, Accumulate::Overwrite),
+        ([2, 70, 4, 2, 64], Some(33), Some(&[70, 9, 1, 60][..]), Accumulate::Add),
+        ([1, 75, 2, 1, 256], None, None, Accumulate::Overwrite),
+    ] {
+        let [batch, seq, heads, kv_heads, width] = sizes;
+        let options =
+            AttentionOptions { window, documents: lengths.is_some(), ..AttentionOptions::new(width) };
+        let s = AttentionShape { batch, seq, heads, kv_heads, width, options };
+        let qkv = values(18, batch * seq * s.qkv_width()).map(move |x| round(3.0 * x));
+        let dout = values(19, batch * seq * heads * width);
+        let sinks = values(59, heads).map(move |x| round(4.0 * x));
+        let case = move |ops: &Ops<'_>| ops.attention_with_sinks(s, &qkv, &sinks, lengths, &dout, acc);
+        cases.push((format!("sinks of {s:?} {acc:?}"), Box::new(case)));
+    }
+}
+
 /// Adds activation functions, plain and gated, alone and after linear layers.
 fn activations(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -> Values + Copy) {
     // The second is not vectorizable.
@@ -365,8 +388,13 @@ fn activations(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -> Values + Co
             let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
             // Larger values than those of layers, so that the functions are not nearly linear.
             let h = h.map(|x| 4.0 * x);
-            let case = move |ops: &Ops<'_>| ops.glu(activation, [rows, ffn], &h, &da);
-            cases.push((format!("glu {rows} x {ffn} {activation:?}"), Box::new(case)));
+            for (inputs, name) in
+                [(GluInputs::PLAIN, ""), (GluInputs { limit: 1.5, offset: 1.0 }, " within a limit")]
+            {
+                let (h, da) = (h.clone(), da.clone());
+                let case = move |ops: &Ops<'_>| ops.glu(activation, inputs, [rows, ffn], &h, &da);
+                cases.push((format!("glu {rows} x {ffn} {activation:?}{name}"), Box::new(case)));
+            }
         }
     }
     // The second is not vectorizable.

@@ -28,9 +28,11 @@ impl Ops<'_> {
         s: CachedAttentionShape,
         qkv: &[f32],
         table: Option<&[f32]>,
+        sinks: Option<&[f32]>,
         places: &[(i32, i32)],
         chunks: &[usize],
     ) -> Outputs {
+        let sinks = self.maybe_act(sinks);
         let table = table.map(|table| self.tensor(DType::F32, table));
         let [keys, values] = [(); 2].map(|()| self.act(&vec![0.0; s.cache()]));
         // Reused by every chunk: they are zero afterwards.
@@ -56,6 +58,7 @@ impl Ops<'_> {
                     distinct,
                     keys: keys.all(),
                     values: values.all(),
+                    sinks: sinks.as_ref().map(Tensor::all),
                     partials: partials.all(),
                     counters: counters.slice(0..rows * s.heads),
                     out: out.all(),
@@ -127,7 +130,8 @@ pub(crate) fn cases(values: impl Fn(u64, usize) -> Values + Copy + 'static) -> V
         for table in [None, Some(rope_table(capacity, width))] {
             let (qkv, places, chunks) = (qkv.clone(), places.clone(), chunks.clone());
             let rope = if table.is_some() { ", rope" } else { "" };
-            let case = move |ops: &Ops<'_>| ops.cached_attention(s, &qkv, table.as_deref(), &places, &chunks);
+            let case =
+                move |ops: &Ops<'_>| ops.cached_attention(s, &qkv, table.as_deref(), None, &places, &chunks);
             cases.push((format!("cached attention {s:?}{rope}"), Box::new(case)));
         }
     }
@@ -171,8 +175,13 @@ fn cached_attention_options(cases: &mut Vec<Case>, values: impl Fn(u64, usize) -
         let s = CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity, options };
         let (places, chunks) = ragged(&lengths, 3);
         let qkv = values(53, places.len() * s.qkv_width()).map(|x| 4.0 * x);
-        let case = move |ops: &Ops<'_>| ops.cached_attention(s, &qkv, None, &places, &chunks);
-        cases.push((format!("cached attention {s:?}"), Box::new(case)));
+        for sinks in [None, Some(values(58, heads).map(|x| 3.0 * x))] {
+            let (qkv, places, chunks) = (qkv.clone(), places.clone(), chunks.clone());
+            let with = if sinks.is_some() { ", sinks" } else { "" };
+            let case =
+                move |ops: &Ops<'_>| ops.cached_attention(s, &qkv, None, sinks.as_deref(), &places, &chunks);
+            cases.push((format!("cached attention {s:?}{with}"), Box::new(case)));
+        }
     }
 }
 
@@ -181,6 +190,7 @@ pub(crate) fn plain_attention(
     s: CachedAttentionShape,
     qkv: &[f32],
     table: Option<&[f32]>,
+    sinks: Option<&[f32]>,
     places: &[(i32, i32)],
 ) -> Vec<f32> {
     let (half, width) = (s.width / 2, s.width);
@@ -210,7 +220,7 @@ pub(crate) fn plain_attention(
                     score(s.options, q.iter().zip(&k).map(|(q, k)| q * k).sum::<f64>()).exp()
                 })
                 .collect();
-            let total: f64 = weights.iter().sum();
+            let total = weights.iter().sum::<f64>() + sinks.map_or(0.0, |sinks| f64::from(sinks[h]).exp());
             let values: Vec<Vec<f64>> = seen.iter().map(|i| head(*i, s.heads + s.kv_heads + kv)).collect();
             out.extend(
                 (0..width).map(|c| {

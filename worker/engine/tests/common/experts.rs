@@ -43,6 +43,8 @@ pub(crate) struct Inputs {
     pub(crate) logits: Values,
     pub(crate) bias: Option<Values>,
     pub(crate) w: Values,
+    /// Biases of the layers.
+    pub(crate) layer_bias: Values,
     pub(crate) dy: Values,
     pub(crate) dweights: Values,
 }
@@ -68,6 +70,7 @@ impl Sizes {
             logits: load.logits(values(72, rows * experts), experts),
             bias: matches!(load, Load::Biased).then(|| values(70, experts)),
             w: values(73, experts * self.outputs * self.cols),
+            layer_bias: values(69, experts * self.outputs),
             dy: values(74, self.choices() * self.outputs.max(self.cols)),
             dweights: values(75, self.choices()),
         }
@@ -112,11 +115,15 @@ pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy) -> Vec<Case> {
     }
     for (rows, inputs, outputs) in [(5, 40, 8), (130, 136, 24), (33, 24, 1)] {
         let s = LinearShape { rows, inputs, outputs };
-        let (x, w) = (values(76, rows * inputs), values(77, outputs * inputs));
+        let (x, w, bias) = (values(76, rows * inputs), values(77, outputs * inputs), values(80, outputs));
         let case = move |ops: &Ops<'_>| {
-            let (x, w, logits) = (ops.act(&x), ops.act(&w), ops.out_f32(rows * outputs));
-            ops.backend.run(RouterLogits { shape: s, x: x.all(), w: w.all(), logits: logits.all() }).unwrap();
-            vec![("logits", ops.read(&logits))]
+            let (x, w, bias) = (ops.act(&x), ops.act(&w), ops.act(&bias));
+            let logits = [("logits", None), ("logits with biases", Some(bias.all()))].map(|(name, bias)| {
+                let (x, w, logits) = (x.all(), w.all(), ops.out_f32(rows * outputs));
+                ops.backend.run(RouterLogits { shape: s, x, w, bias, logits: logits.all() }).unwrap();
+                (name, ops.read(&logits))
+            });
+            logits.into()
         };
         cases.push((format!("router logits {s:?}"), Box::new(case)));
     }
@@ -249,17 +256,32 @@ impl Ops<'_> {
             ("sums of some experts", self.read(&dx)),
             ("dweights of some experts", self.read(&dweights)),
             ("dw of some experts", weight_gradient(cols, &drows, &rows)),
+            ("dbias of some experts", self.some_biases(outputs, offsets, &drows)),
         ];
         if outputs % 2 == 0 {
             let (activation, rows_of_all, ffn) = (Activation::Silu, choices, outputs / 2);
             let (a, dh) = (self.out(choices * ffn), self.out(choices * outputs));
-            b.run(GluForward { activation, rows: rows_of_all, ffn, h: y.all(), a: a.all(), end }).unwrap();
-            let (h, da) = (y.all(), a.all());
-            b.run(GluBackward { activation, rows: rows_of_all, ffn, h, da, dh: dh.all(), end }).unwrap();
+            let plain = GluInputs::PLAIN;
+            let (h, a_slice) = (y.all(), a.all());
+            b.run(GluForward { activation, inputs: plain, rows: rows_of_all, ffn, h, a: a_slice, end })
+                .unwrap();
+            let (da, dh_slice) = (a.all(), dh.all());
+            let backward =
+                GluBackward { activation, inputs: plain, rows: rows_of_all, ffn, h, da, dh: dh_slice, end };
+            b.run(backward).unwrap();
             found.push(("dw of the second layer of some experts", weight_gradient(ffn, &drows, &a)));
             found.push(("dw of the first layer of some experts", weight_gradient(cols, &dh, &rows)));
         }
         found
+    }
+
+    /// Returns the gradients of the biases of experts that have some of the rows; the others are NaN.
+    fn some_biases(&self, cols: usize, offsets: Slice<'_>, dy: &Tensor) -> Vec<f32> {
+        let (dbias, acc) =
+            (self.grad(Accumulate::Overwrite, (offsets.len() - 1) * cols), Accumulate::Overwrite);
+        let backward = ExpertBiasBackward { cols, offsets, dy: dy.all(), dbias: dbias.all(), acc };
+        self.backend.run(backward).unwrap();
+        self.read(&dbias)
     }
 
     fn expert_rows(
@@ -329,6 +351,13 @@ impl Ops<'_> {
         b.run(GroupedBackwardInput { shape, offsets, dy: dy.all(), w: w.all(), dx: dx.all() }).unwrap();
         let dw = self.grad(acc, w.len());
         b.run(GroupedBackwardWeight { shape, offsets, dy: dy.all(), x: x.all(), dw: dw.all(), acc }).unwrap();
-        [("y", &y), ("layer's dx", &dx), ("dw", &dw)].map(|(name, tensor)| (name, self.read(tensor))).into()
+        let biased = self.act(&self.read(&y));
+        let (cols, bias) = (sizes.outputs, self.act(&inputs.layer_bias));
+        let dbias = self.grad(acc, bias.len());
+        b.run(ExpertBiasForward { cols, offsets, bias: bias.all(), y: biased.all() }).unwrap();
+        b.run(ExpertBiasBackward { cols, offsets, dy: dy.all(), dbias: dbias.all(), acc }).unwrap();
+        [("y", &y), ("layer's dx", &dx), ("dw", &dw), ("y with biases", &biased), ("dbias", &dbias)]
+            .map(|(name, tensor)| (name, self.read(tensor)))
+            .into()
     }
 }

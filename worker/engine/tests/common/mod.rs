@@ -19,8 +19,8 @@ use xlaunch_engine::*;
 pub(crate) use cases::Case;
 
 /// All activation functions.
-pub(crate) const ACTIVATIONS: [Activation; 4] =
-    [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu2];
+pub(crate) const ACTIVATIONS: [Activation; 5] =
+    [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu2, Activation::QuickGelu];
 
 /// Named results of one operation.
 pub(crate) type Outputs = Vec<(&'static str, Vec<f32>)>;
@@ -396,6 +396,34 @@ impl Ops<'_> {
         vec![("out", self.read(&out)), ("lse", self.read(&lse)), ("dqkv", self.read(&dqkv))]
     }
 
+    /// Attention with sinks, and the gradients of all inputs.
+    pub(crate) fn attention_with_sinks(
+        &self,
+        s: AttentionShape,
+        qkv: &[f32],
+        sinks: &[f32],
+        lengths: Option<&[usize]>,
+        dout: &[f32],
+        acc: Accumulate,
+    ) -> Outputs {
+        let bounds = self.bounds(lengths, s.seq);
+        let documents = operands(&bounds);
+        let (b, shape, qkv, dsinks) = (self.backend, s, self.act(qkv), self.grad(acc, s.heads));
+        let (out_t, lse_t) = (self.out(dout.len()), self.out_f32(s.batch * s.heads * s.seq));
+        let (sinks, dout, dqkv) = (self.act(sinks), self.act(dout), self.out(qkv.len()));
+        let (sinks, dout, out, lse, qkv) = (sinks.all(), dout.all(), out_t.all(), lse_t.all(), qkv.all());
+        b.run(AttentionForward { shape, qkv, rope: None, documents, out, lse }).unwrap();
+        b.run(AttentionSinksForward { shape, sinks, out, lse }).unwrap();
+        let backward = AttentionSinksBackward { shape, sinks, out, dout, lse, dsinks: dsinks.all(), acc };
+        b.run(backward).unwrap();
+        let dqkv_slice = dqkv.all();
+        b.run(AttentionBackward { shape, qkv, rope: None, documents, out, dout, lse, dqkv: dqkv_slice })
+            .unwrap();
+        [("out", &out_t), ("lse", &lse_t), ("dqkv", &dqkv), ("dsinks", &dsinks)]
+            .map(|(name, tensor)| (name, self.read(tensor)))
+            .into()
+    }
+
     /// Norm of queries and keys, then their rotation.
     #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
     pub(crate) fn qk_norm(
@@ -489,14 +517,15 @@ impl Ops<'_> {
     pub(crate) fn glu(
         &self,
         activation: Activation,
+        inputs: GluInputs,
         [rows, ffn]: [usize; 2],
         h: &[f32],
         da: &[f32],
     ) -> Outputs {
         let (h, da, a, dh) = (self.act(h), self.act(da), self.out(da.len()), self.out(h.len()));
-        self.backend.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all(), end: None }).unwrap();
-        let backward =
-            GluBackward { activation, rows, ffn, h: h.all(), da: da.all(), dh: dh.all(), end: None };
+        let (h, da, end) = (h.all(), da.all(), None);
+        self.backend.run(GluForward { activation, inputs, rows, ffn, h, a: a.all(), end }).unwrap();
+        let backward = GluBackward { activation, inputs, rows, ffn, h, da, dh: dh.all(), end };
         self.backend.run(backward).unwrap();
         vec![("a", self.read(&a)), ("dh", self.read(&dh))]
     }
@@ -521,11 +550,13 @@ impl Ops<'_> {
         let [a, da] = [0, 1].map(|_| self.out(rows * ffn));
         let (shape, bias) = (s, bias.as_ref().map(Tensor::all));
         let (x, w, h_slice) = (x.all(), w.all(), h.all());
-        let forward = LinearGluForward { shape, activation, x, w, bias, h: h_slice, a: a.all() };
+        let inputs = GluInputs::PLAIN;
+        let forward = LinearGluForward { shape, activation, inputs, x, w, bias, h: h_slice, a: a.all() };
         self.backend.run(forward).unwrap();
         let backward = GluLinearBackward {
             shape: LinearShape { rows, inputs: ffn, outputs: dy.len() / rows },
             activation,
+            inputs,
             dy: dy.all(),
             w: next.all(),
             h: h.all(),

@@ -169,6 +169,7 @@ const MISTAKES: &[Mistake] = &[
         "qk_norm/kernel.cu", "[i][warp] = x[i];\n    }\n    __syncthreads();",
         "[i][warp] = x[i];\n    }", Fp32, ALL_HEADS, TOO_EARLY,
     ),
+    mistake("attention/sinks.cu", "overwrites it.\n    __syncwarp();", "\n", Fp32, "sinks of", RACE),
     // A barrier that only some threads reach.
     mistake(
         "classifier/kernel.cu", "    float row_max = block_max(softmax.max);",
@@ -457,6 +458,14 @@ const MISTAKES: &[Mistake] = &[
         "experts/grouped/hopper.cu", "row, tile.rows, tile.col", "row, 1 << 30, tile.col",
         Bf16, WGMMA_TILES, ANY_WRITE,
     ),
+    mistake("experts/layer_bias.cu", "offsets[middle] <= row", "offsets[middle] < row", Fp32, "67 x 2 of 8", DIFFERS),
+    // Sinks.
+    mistake("attention/sinks.cu", "fmaxf(before, sink)", "before", Fp32, "sinks of", DIFFERS),
+    mistake("attention/sinks.cu", "col < width", "true", Fp32, "sinks of AttentionShape { batch: 2, seq: 37", ".cu"),
+    mistake(
+        "cached_attention/kernel.cu", "sinks, head + g", "sinks, head", Fp32,
+        "heads: 4, kv_heads: 1, width: 32, slots: 2", DIFFERS,
+    ),
     // Functions and their derivatives.
     mistake(
         "activation/kernel.cu", "3.0f * GELU_CUBE", "2.0f * GELU_CUBE", Fp32, "GeluTanh LinearShape { rows: 67",
@@ -465,6 +474,11 @@ const MISTAKES: &[Mistake] = &[
     mistake("activation/kernel.cu", "-0.16916612f", "-0.16816612f", Fp32, "Gelu LinearShape { rows: 67", DIFFERS),
     mistake("activation/kernel.cu", "(2.0f * g)", "(1.0f * g)", Fp32, "Relu2 LinearShape { rows: 67", DIFFERS),
     mistake("glu/kernel.cu", "x * (NORMAL_DENSITY", "(NORMAL_DENSITY", Fp32, "glu 67 x 44 Gelu", DIFFERS),
+    mistake(
+        "glu/kernel.cu", "u < -limit ? -limit : bounded(u, limit)", "bounded(u, limit)", Fp32,
+        "glu 67 x 44 QuickGelu within", DIFFERS,
+    ),
+    mistake("glu/kernel.cu", "fabsf(y.x[j]) > limit", "y.x[j] > limit", Fp32, "glu 67 x 44 QuickGelu within", DIFFERS),
     mistake(
         "gemv/kernel.cu", "case RELU2: return x * gate<RELU2>", "case RELU2: return x * gate<SILU>", Bf16,
         "rows: 8, inputs: 352, outputs: 128 } Some(Relu2)", DIFFERS,

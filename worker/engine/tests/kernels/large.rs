@@ -193,9 +193,10 @@ fn swiglu(b: &Backend, rows: usize) -> Vec<f32> {
     let da = Ends::random(b, 2, rows, ffn);
     let a = Ends::empty(b, rows, ffn);
     let dh = Ends::empty(b, rows, 2 * ffn);
-    let activation = Activation::Silu;
-    b.run(GluForward { activation, rows, ffn, h: h.all(), a: a.all(), end: None }).unwrap();
-    b.run(GluBackward { activation, rows, ffn, h: h.all(), da: da.all(), dh: dh.all(), end: None }).unwrap();
+    let (activation, inputs) = (Activation::Silu, GluInputs::PLAIN);
+    b.run(GluForward { activation, inputs, rows, ffn, h: h.all(), a: a.all(), end: None }).unwrap();
+    b.run(GluBackward { activation, inputs, rows, ffn, h: h.all(), da: da.all(), dh: dh.all(), end: None })
+        .unwrap();
     [a.read(), dh.read()].concat()
 }
 

@@ -4,6 +4,7 @@ use xlaunch_spec::model::{Activation, NormKind, PRESETS, QkNorm, Router};
 
 use super::*;
 use crate::huggingface::fixtures;
+use crate::model::layout::Layout;
 
 fn read(config: &Value) -> Result<ModelShape, ModelError> {
     parse(Path::new("config.json"), config.to_string().as_bytes())
@@ -389,7 +390,7 @@ fn what_this_trainer_does_not_compute_is_refused_by_its_key() {
     }
     for (key, value) in [
         ("model_type", json!("mamba\u{1b}[31m")),
-        ("hidden_act", json!("quick_gelu")),
+        ("hidden_act", json!("relu6")),
         ("sliding_window", json!(4096)),
         ("layer_types", json!(["full_attention"])),
         ("partial_rotary_factor", json!(0.5)),
@@ -452,6 +453,61 @@ fn what_this_trainer_does_not_compute_is_refused_by_its_key() {
 }
 
 #[test]
+fn other_functions_of_experts_and_other_quantizations_are_refused() {
+    for (arch, key, value) in [
+        (Arch::GptOss, "swiglu_limit", json!(0)),
+        (Arch::GptOss, "swiglu_alpha", json!(1)),
+        (Arch::GptOss, "hidden_act", json!("gelu")),
+        (Arch::GptOss, "quantization_config", json!({"quant_method": "fp8"})),
+        (Arch::Mixtral, "quantization_config", json!({"quant_method": "mxfp4"})),
+    ] {
+        refused(&arch.base(), key, value);
+    }
+}
+
+/// The `config.json` of openai/gpt-oss-20b.
+#[test]
+fn published_configuration_of_gpt_oss_is_read() {
+    let kinds = ["sliding_attention", "full_attention"];
+    let config = json!({
+        "architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+        "eos_token_id": 200_002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+        "layer_types": (0..24).map(|block| kinds[block % 2]).collect::<Vec<_>>(),
+        "max_position_embeddings": 131_072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+        "output_router_logits": false, "pad_token_id": 199_999,
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": false,
+        },
+        "rope_theta": 150_000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0", "use_cache": true,
+        "vocab_size": 201_088,
+    });
+    let shape = read(&config).unwrap();
+    assert_eq!(Layout::new(&shape).parameters(), 20_914_757_184);
+    assert_eq!([0, 1, 22, 23].map(|block| shape.window(block)), [Some(128), None, Some(128), None]);
+    assert_eq!((shape.experts_per_token, shape.head_dim, shape.glu_limit), (4, 64, 7.0));
+    assert!(shape.attention_sinks && shape.router_logit_bias && shape.mlp_bias && shape.qkv_bias);
+    // Without keys of rotation, the library's class has these.
+    let mut without = config.clone();
+    if let Some(keys) = without.as_object_mut() {
+        keys.retain(|key, _| {
+            !["rope_scaling", "rope_theta", "layer_types", "swiglu_limit"].contains(&&**key)
+        });
+    }
+    assert_eq!(read(&without).unwrap(), shape);
+    // An export is not quantized.
+    assert_eq!(read(&write_own(&shape, TokenIds::default())).unwrap(), shape);
+}
+
+#[test]
 fn other_types_of_models_are_refused_with_the_nearest_supported_one() {
     for (model_type, expected) in [
         ("qwen3_next", &["linear attention", "`qwen3`"][..]),
@@ -459,7 +515,6 @@ fn other_types_of_models_are_refused_with_the_nearest_supported_one() {
         ("llama4", &["experts", "`mixtral`"]),
         ("deepseek_v3", &["latent attention", "`glm4_moe`"]),
         ("glm4_moe_lite", &["latent attention", "`glm4_moe`"]),
-        ("gpt_oss", &["sinks"]),
         ("granitemoe", &["experts", "`mixtral`"]),
         ("olmo", &["`olmo2`"]),
         ("falcon", &["`gpt_neox`"]),

@@ -115,9 +115,47 @@ fn rows_of_heads_are_a_permutation_in_both_directions() {
             let values: Vec<f32> = (0..tensor.elements.len()).map(|value| value as f32).collect();
             let file = tensor.to_file(&values);
             assert_eq!(tensor.to_arena(&file), values, "{name}: {}", tensor.name);
+            let each: Vec<f32> = values.chunks(tensor.unit()).flat_map(|unit| tensor.to_file(unit)).collect();
+            assert_eq!(each, file, "{name}: {}", tensor.name);
             assert_eq!(file == values, tensor.order == Order::Same, "{name}: {}", tensor.name);
         }
     }
+}
+
+/// Files have `[experts, inputs, outputs]`, in which gate and up projections alternate, or in MXFP4 the transpose.
+#[test]
+fn matrices_of_gpt_oss_are_those_of_its_files() {
+    let shape = fixtures::all()["gpt_oss"].shape();
+    let (dim, width) = (shape.dim, shape.expert_width());
+    let tensors = mapped(&shape);
+    let of = |part: &str| tensors.iter().find(|tensor| tensor.name.ends_with(part)).unwrap();
+    let numbered = |tensor: &Mapped| -> Vec<f32> {
+        #[expect(clippy::cast_precision_loss, reason = "test data")]
+        let values = (0..tensor.elements.len()).map(|value| value as f32).collect();
+        values
+    };
+    let place =
+        |expert: usize, row: usize, col: usize, [rows, cols]: [usize; 2]| (expert * rows + row) * cols + col;
+    for (part, columns) in [("gate_up_proj", dim), ("down_proj", width)] {
+        let tensor = of(&format!("layers.1.mlp.experts.{part}"));
+        let (file, rows) = (numbered(tensor), tensor.shape[2]);
+        let arena = tensor.to_arena(&file);
+        let other = tensor.transposed().unwrap();
+        assert_eq!(other.shape, [shape.experts, rows, columns]);
+        let as_transposed = other.to_arena(&numbered(&other));
+        for (expert, output, input) in [(0, 0, 0), (2, 5, 3), (3, rows - 1, columns - 1), (1, 6, 0)] {
+            // The second half of the arena's rows are the up projections, which have odd numbers in files.
+            let row = if part == "down_proj" { output } else { output % 2 * width + output / 2 };
+            let in_arena = place(expert, row, input, [rows, columns]);
+            let in_file = place(expert, input, output, [columns, rows]);
+            assert_eq!(arena[in_arena], file[in_file], "{part}");
+            assert_eq!(as_transposed[in_arena] as usize, place(expert, output, input, [rows, columns]));
+        }
+    }
+    let bias = of("layers.0.mlp.experts.gate_up_proj_bias");
+    let arena = bias.to_arena(&numbered(bias));
+    assert_eq!(arena[2 * width + 3] as usize, 2 * width + 6);
+    assert_eq!(arena[3 * width + 3] as usize, 2 * width + 7);
 }
 
 #[test]

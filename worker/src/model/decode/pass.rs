@@ -148,6 +148,7 @@ impl Decoder<'_> {
             distinct,
             keys: self.cache[block].keys.all(),
             values: self.cache[block].values.all(),
+            sinks: model.layout.blocks[block].sinks.as_ref().map(|sinks| model.param(sinks)),
             partials: b.partials.all(),
             counters: b.counters.all(),
             out: b.att.slice(0..rows * shape.heads * shape.width),
@@ -183,7 +184,8 @@ impl Decoder<'_> {
         if sizes.gated {
             self.linear(b, rows, x, fc, (sizes.dim, outputs), &b.h)?;
             let h = b.h.slice(0..rows * outputs);
-            return model.backend.run(GluForward { activation, rows, ffn, h, a, end: None });
+            let inputs = model.glu_inputs();
+            return model.backend.run(GluForward { activation, inputs, rows, ffn, h, a, end: None });
         }
         if fc.adapter.is_some() {
             self.linear(b, rows, x, fc, (sizes.dim, ffn), &b.h)?;

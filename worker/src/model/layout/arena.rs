@@ -67,8 +67,8 @@ impl Group {
 pub struct Param {
     /// Name in checkpoints, such as `blocks.3.qkv.weight`.
     pub name: String,
-    /// Shape in checkpoints: `[rows, cols]` for a matrix, `[experts, rows, cols]` for one per expert, `[len]` for a
-    /// vector.
+    /// Shape in checkpoints: `[rows, cols]` for a matrix, `[len]` for a vector, with the number of experts before that
+    /// for one per expert.
     pub shape: Vec<usize>,
     /// Range in the arenas. It is longer than the shape if rows are padded; the padding stays zero.
     pub range: Range<usize>,
@@ -84,9 +84,9 @@ impl Param {
         self.range.start..self.range.start + self.shape.iter().product::<usize>()
     }
 
-    /// Returns whether it has a matrix of each expert.
+    /// Returns whether it has a matrix or a vector of each expert.
     pub(super) fn is_of_experts(&self) -> bool {
-        self.shape.len() == 3
+        self.shape.len() > if self.group == Group::Vectors { 1 } else { 2 }
     }
 }
 

@@ -93,26 +93,36 @@ impl Layout {
             .map(|index| {
                 let name = |part: &str| format!("blocks.{index}.{part}");
                 let post2 = post.then(|| arena.norm(&name("post2"), dim));
-                let (out, fc, router, router_bias, shared) = if shape.has_experts(index) {
+                let (mut router, mut router_logit_bias, mut router_bias) = (None, None, None);
+                let (mut expert_biases, mut shared) = (None, None);
+                let (out, fc) = if shape.has_experts(index) {
                     let (width, inputs) = (shape.expert_width(), shape.expert_inputs());
                     let out = arena.experts(&name("out"), [experts, dim, width], residual);
                     let fc = arena.experts(&name("fc"), [experts, inputs, dim], NORMAL);
-                    let router = arena.matrix(&name("router.weight"), shape.experts, dim, NORMAL);
-                    let bias = shape
-                        .router_bias
-                        .then(|| arena.vector(name("router_bias"), shape.experts, Init::Zeros));
-                    let shared = (shape.shared_experts > 0).then(|| arena.shared(&name, shape, residual));
-                    (out, fc, Some(router), bias, shared)
+                    expert_biases = shape.mlp_bias.then(|| {
+                        let out = arena.expert_biases(name("out.bias"), [experts, dim]);
+                        [arena.expert_biases(name("fc.bias"), [experts, inputs]), out]
+                    });
+                    router = Some(arena.matrix(&name("router.weight"), shape.experts, dim, NORMAL));
+                    let mut of_router = |is_set: bool, part: &str| {
+                        is_set.then(|| arena.vector(name(part), shape.experts, Init::Zeros))
+                    };
+                    router_logit_bias = of_router(shape.router_logit_bias, "router.bias");
+                    router_bias = of_router(shape.router_bias, "router_bias");
+                    shared = (shape.shared_experts > 0).then(|| arena.shared(&name, shape, residual));
+                    (out, fc)
                 } else {
                     let out = arena.linear(&name("out"), [dim, shape.ffn], residual, shape.mlp_bias);
                     let fc = arena.linear(&name("fc"), [shape.ffn_inputs(), dim], NORMAL, shape.mlp_bias);
-                    (out, fc, None, None, None)
+                    (out, fc)
                 };
                 let own_norm = pre && shape.parallel != Parallel::SharedNorm;
                 let ln2 = own_norm.then(|| arena.norm(&name("ln2"), dim));
                 let post1 = post.then(|| arena.norm(&name("post1"), dim));
                 let sizes = [dim, shape.attention_width()];
                 let proj = arena.linear(&name("proj"), sizes, residual, shape.attention_bias);
+                let sinks =
+                    shape.attention_sinks.then(|| arena.vector(name("sinks"), shape.heads, Init::Zeros));
                 let qk_norm = qk_norm_sizes(shape)
                     .map(|[q, k]| [arena.scale(&name("q_norm"), q), arena.scale(&name("k_norm"), k)]);
                 let qkv = arena.linear(&name("qkv"), [shape.qkv_width(), dim], NORMAL, shape.qkv_bias);
@@ -122,13 +132,16 @@ impl Layout {
                     ln1,
                     qkv,
                     qk_norm,
+                    sinks,
                     proj,
                     post1,
                     ln2,
                     router,
+                    router_logit_bias,
                     router_bias,
                     fc,
                     out,
+                    expert_biases,
                     shared,
                     post2,
                     end,
@@ -202,6 +215,12 @@ impl Builder {
             bias: bias.then(|| self.vector(format!("{name}.bias"), outputs, Init::Zeros)),
             adapter: None,
         }
+    }
+
+    /// Adds the biases of a layer of each expert.
+    fn expert_biases(&mut self, name: String, [experts, outputs]: [usize; 2]) -> Range<usize> {
+        let (shape, len) = (vec![experts, outputs], experts * outputs);
+        self.arena.place(name, shape, len, Group::Vectors, Init::Zeros)
     }
 
     /// Adds a layer of each expert, without biases.

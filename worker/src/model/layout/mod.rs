@@ -91,6 +91,8 @@ pub struct Block {
     pub qkv: Linear,
     /// Scales of the norms of queries and keys.
     pub qk_norm: Option<[Range<usize>; 2]>,
+    /// Learned score of each head, `[H]`.
+    pub sinks: Option<Range<usize>>,
     /// Projection of attention's output.
     pub proj: Linear,
     /// Norm of the projected output.
@@ -99,12 +101,16 @@ pub struct Block {
     pub ln2: Option<Norm>,
     /// Router of a block with experts, `[E, C]`.
     pub router: Option<Range<usize>>,
+    /// Bias of the router's logits, `[E]`.
+    pub router_logit_bias: Option<Range<usize>>,
     /// Biases of the choice of experts, `[E]`. The model has a copy in F32, which [`Routing`](super::Routing) updates.
     pub router_bias: Option<Range<usize>>,
     /// Projection to the activation function's input; with experts, those of all of them, `[E, 2 F, C]`.
     pub fc: Linear,
     /// Projection of its output; with experts, `[E, C, F]`.
     pub out: Linear,
+    /// Biases of the experts' first layers, `[E, 2 F]`, and of their second ones, `[E, C]`.
+    pub expert_biases: Option<[Range<usize>; 2]>,
     /// Experts that all tokens use.
     pub shared: Option<Shared>,
     /// Norm of the projected output.

@@ -80,13 +80,13 @@ fn parts_cover_what_passes_use_and_neighbours_touch() {
 
 #[test]
 fn chunks_have_the_groups_of_their_parameters() {
-    for layout in [&PRESETS[2].1, &Arch::Mixtral.base()].map(Layout::new) {
+    for layout in [&PRESETS[2].1, &Arch::Mixtral.base(), &Arch::GptOss.base()].map(Layout::new) {
         let groups = layout.groups();
         for param in &layout.params {
             let group = match param.name.as_str() {
                 "wte.weight" | "wpe.weight" => Group::Embeddings,
                 "head.weight" => Group::Head,
-                _ if param.shape.len() == 1 => Group::Vectors,
+                name if param.shape.len() == 1 || name.ends_with(".bias") => Group::Vectors,
                 _ => Group::Matrices,
             };
             let chunks = param.range.start / GROUP_CHUNK..param.range.end.div_ceil(GROUP_CHUNK);

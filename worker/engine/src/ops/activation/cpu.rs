@@ -12,6 +12,8 @@ use crate::ops::{Accumulate, linear, reduce};
 /// sqrt(2 / pi).
 const GELU_SCALE: f32 = 0.797_884_6;
 const GELU_CUBE: f32 = 0.044_715;
+/// Factor in the sigmoid of quick GELU.
+const QUICK_SCALE: f32 = 1.702;
 /// Elements per task.
 const ACTIVATION_TASK_ELEMENTS: usize = 1 << 13;
 
@@ -27,6 +29,7 @@ pub(crate) struct Silu;
 pub(crate) struct Gelu;
 pub(crate) struct GeluTanh;
 pub(crate) struct Relu2;
+pub(crate) struct QuickGelu;
 
 impl Function for Silu {
     #[inline(always)]
@@ -102,6 +105,19 @@ impl Function for Relu2 {
     }
 }
 
+impl Function for QuickGelu {
+    #[inline(always)]
+    fn gate(x: f32) -> f32 {
+        sigmoid(QUICK_SCALE * x)
+    }
+
+    #[inline(always)]
+    fn times_derivative(factor: f32, x: f32) -> f32 {
+        let gate = Self::gate(x);
+        factor * gate * (1.0 + QUICK_SCALE * x * (1.0 - gate))
+    }
+}
+
 /// Evaluates an expression in which `$function` is the [`Function`] of an [`Activation`].
 macro_rules! with_function {
     ($activation:expr, $function:ident => $body:expr) => {
@@ -120,6 +136,10 @@ macro_rules! with_function {
             }
             $crate::ops::Activation::Relu2 => {
                 type $function = $crate::ops::activation::cpu::Relu2;
+                $body
+            }
+            $crate::ops::Activation::QuickGelu => {
+                type $function = $crate::ops::activation::cpu::QuickGelu;
                 $body
             }
         }

@@ -4,7 +4,8 @@
 //! - GELU: `f(x) = x Phi(x)`; `f'(x) = Phi(x) + x phi(x)`;
 //! - GELU, tanh form: `f(x) = x (1 + tanh(u)) / 2` with `u = GELU_SCALE (x + GELU_CUBE x^3)`;
 //!   `f'(x) = (1 + tanh(u)) / 2 + x (1 - tanh(u)^2) / 2 du/dx` with `du/dx = GELU_SCALE (1 + 3 GELU_CUBE x^2)`;
-//! - squared ReLU: `f(x) = max(x, 0)^2`; `f'(x) = 2 max(x, 0)`.
+//! - squared ReLU: `f(x) = max(x, 0)^2`; `f'(x) = 2 max(x, 0)`;
+//! - quick GELU: `f(x) = x s` with `s = sigmoid(1.702 x)`; `f'(x) = s (1 + 1.702 x (1 - s))`.
 //!
 //! `Phi` and `phi` are the distribution function and the density of the standard normal distribution. GELU and its tanh
 //! form are those of Hendrycks and Gimpel (2016), squared ReLU that of So et al. (2021).
@@ -28,11 +29,13 @@ pub enum Activation {
     GeluTanh,
     /// `max(x, 0)^2`.
     Relu2,
+    /// `x sigmoid(1.702 x)`.
+    QuickGelu,
 }
 
 impl Activation {
     /// All functions, in the order of their numbers in kernels (`functions.cuh`).
-    pub(crate) const ALL: [Self; 4] = [Self::Silu, Self::Gelu, Self::GeluTanh, Self::Relu2];
+    pub(crate) const ALL: [Self; 5] = [Self::Silu, Self::Gelu, Self::GeluTanh, Self::Relu2, Self::QuickGelu];
 }
 
 /// `h = x w^T (+ bias)`, `a = f(h)`.

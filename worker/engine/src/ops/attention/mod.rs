@@ -8,6 +8,8 @@
 //! c)^2`. With a window, a query sees only its own and the `window - 1` positions before it; with documents, only those
 //! of its document, from whose first token positions are counted.
 //!
+//! Sinks, learned scores without a key and a value, are added to the results afterwards: see `sinks`.
+//!
 //! Variants on a GPU, in order of preference (see `cuda`):
 //!
 //! | variant | conditions | file |
@@ -23,11 +25,13 @@ pub(crate) mod cuda;
 pub(crate) mod cudnn;
 pub(crate) mod hopper;
 pub(crate) mod options;
+pub(crate) mod sinks;
 pub(crate) mod variant;
 
 use std::fmt;
 
 pub use options::{AttentionOptions, Scalar};
+pub use sinks::{AttentionSinksBackward, AttentionSinksForward};
 
 use super::{Cuda, Documents, Op};
 use crate::cpu::Threads;

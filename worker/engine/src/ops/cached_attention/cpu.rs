@@ -13,6 +13,7 @@ pub(crate) fn run(t: &Threads, args: CachedAttention<'_>) {
     let table = args.rope.map(|table| a.read(table, table.len()));
     let (slots, positions) = (a.read_i32(args.slots, s.rows), a.read_i32(args.positions, s.rows));
     let (keys, values) = (a.write(args.keys, s.cache()), a.write(args.values, s.cache()));
+    let sinks = args.sinks.map(|sinks| a.read(sinks, s.heads));
     let out = a.write(args.out, s.rows * s.heads * s.width);
     let rows: Vec<Row<'_>> = (0..s.rows)
         .map(|n| {
@@ -32,7 +33,9 @@ pub(crate) fn run(t: &Threads, args: CachedAttention<'_>) {
             let first = (row.position + 1).saturating_sub(s.window());
             let seen = start + first * s.width..start + (row.position + 1) * s.width;
             let queries = &row.qkv[head * group..][..group];
-            simd!(attend(s, row, queries, &keys[seen.clone()], &values[seen], scratch, out));
+            let sinks = sinks.map(|sinks| &sinks[head * s.heads / s.kv_heads..]);
+            let cache = [&keys[seen.clone()], &values[seen]];
+            simd!(attend(s, row, (queries, sinks), cache, scratch, out));
         });
     });
 }
@@ -69,21 +72,21 @@ fn rotate(head: &[f32], angles: Option<&[f32]>, out: &mut [f32]) {
     }
 }
 
-/// Attention of the query heads `queries` of one key head over the keys and values that the row sees.
+/// Attention of the query heads of one key head, with their sinks, over the keys and values that the row sees.
 #[inline(always)]
 fn attend(
     s: CachedAttentionShape,
     row: &Row<'_>,
-    queries: &[f32],
-    keys: &[f32],
-    values: &[f32],
+    (queries, sinks): (&[f32], Option<&[f32]>),
+    [keys, values]: [&[f32]; 2],
     scratch: &mut Vec<f32>,
     out: &mut [f32],
 ) {
     let seen = keys.len() / s.width;
     scratch.resize(s.width + seen, 0.0);
     let (q, scores) = scratch.split_at_mut(s.width);
-    for (query, out) in queries.chunks_exact(s.width).zip(out.chunks_exact_mut(s.width)) {
+    let heads = queries.chunks_exact(s.width).zip(out.chunks_exact_mut(s.width));
+    for (head, (query, out)) in heads.enumerate() {
         rotate(query, row.angles, q);
         q.iter_mut().for_each(|q| *q *= s.scale());
         for (score, key) in scores[..seen].iter_mut().zip(keys.chunks_exact(s.width)) {
@@ -95,7 +98,8 @@ fn attend(
         }
         let largest = math::max(scores);
         scores.iter_mut().for_each(|score| *score = math::exp(*score - largest));
-        let scale = 1.0 / math::total(scores);
+        let sink = sinks.map_or(0.0, |sinks| (sinks[head] - largest).exp());
+        let scale = 1.0 / (math::total(scores) + sink);
         out.fill(0.0);
         for (p, value) in scores.iter().zip(values.chunks_exact(s.width)) {
             for (out, value) in out.iter_mut().zip(value) {

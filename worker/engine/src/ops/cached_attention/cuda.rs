@@ -41,6 +41,7 @@ impl CachedKernels {
         gpu.expect_act(a.qkv, s.rows * s.qkv_width());
         gpu.expect_act(a.out, s.rows * s.heads * s.width);
         [a.keys, a.values].into_iter().for_each(|cache| gpu.expect_act(cache, s.cache()));
+        gpu.expect_optional_act(a.sinks, s.heads);
         [a.slots, a.positions].into_iter().for_each(|ids| expect(ids, DType::I32, s.rows));
         if let Some(table) = a.rope {
             expect(table, DType::F32, table.len().max(s.capacity * s.width));
@@ -64,6 +65,7 @@ impl CachedKernels {
             a.positions,
             a.keys,
             a.values,
+            a.sinks,
             a.out,
             a.partials,
             a.counters,

@@ -92,14 +92,19 @@ __device__ inline float combine_results(const volatile float* results, int count
     return sum;
 }
 
+// The part of a head's sink in the denominator, relative to the largest score.
+__device__ inline float sink_part(const ACT* sinks, i64 head, float largest) {
+    return sinks ? exp_for<ACT>(load(sinks, head) - largest) : 0.0f;
+}
+
 // Grid: (splits of `split` positions, H / GROUP, N). A row sees its own and the `window - 1` positions before it; the
 // first block takes the first split that has any of them. Scores are capped if softcap > 0. With `append`, the block
-// that has a row's own position stores its key and value; otherwise cache_store has done so. partials: splits x RESULT
-// floats per head; counters: one per block of a row, zero before and after.
+// that has a row's own position stores its key and value; otherwise cache_store has done so. sinks: (H,) or null;
+// partials: splits x RESULT floats per head; counters: one per block of a row, zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS)
     cached_attention(const ACT* qkv, const float* table, const int* slots, const int* positions, ACT* keys,
-                     ACT* values, ACT* out, float* partials, unsigned* counters, i64 heads, i64 kv_heads, i64 capacity,
-                     i64 split, bool append, float scale, i64 window, float softcap) {
+                     ACT* values, const ACT* sinks, ACT* out, float* partials, unsigned* counters, i64 heads,
+                     i64 kv_heads, i64 capacity, i64 split, bool append, float scale, i64 window, float softcap) {
     pdl_wait_and_launch();
     i64 row = blockIdx.z, head = blockIdx.y * (i64)GROUP, kv = head / (heads / kv_heads);
     // The first position that the row sees, and the first split that has any.
@@ -183,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         int g = i / WIDTH, c = i % WIDTH;
         float largest, total, sum = combine_results(results[g][0], WARPS, RESULT, c, largest, total);
         if (active == 1) {
-            store(out, i, sum / total);
+            store(out, i, sum / (total + sink_part(sinks, head + g, largest)));
             continue;
         }
         float* result = mine + (g * gridDim.x + blockIdx.x) * RESULT;
@@ -203,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < GROUP * WIDTH; i += THREADS) {
         float largest, total;
         float sum = combine_results(mine + i / WIDTH * gridDim.x * RESULT, active, RESULT, i % WIDTH, largest, total);
-        store(out, i, sum / total);
+        store(out, i, sum / (total + sink_part(sinks, head + i / WIDTH, largest)));
     }
     if (threadIdx.x == 0) *counter = 0;
 }

@@ -5,6 +5,9 @@
 //! of the slot up to its own: `s = scale q k^T`, `p = softmax(s)`, `out = p v`. This operation treats rows of one
 //! prompt, of several prompts of different lengths, and of one step of several sequences alike.
 //!
+//! With sinks, `p_j = exp(s_j) / (sum_i exp(s_i) + exp(sink))`: a learned logit of each query head takes part in the
+//! softmax, but has no value.
+//!
 //! With a window, they attend only to its own and the `window - 1` positions before it; with a soft cap c, scores
 //! become `c tanh(s / c)` before the softmax.
 //!
@@ -121,6 +124,8 @@ pub struct CachedAttention<'a> {
     pub keys: Slice<'a>,
     /// (S, Hkv, T, D).
     pub values: Slice<'a>,
+    /// (H,).
+    pub sinks: Option<Slice<'a>>,
     /// Scratch memory of at least [`CachedAttentionShape::partials`] F32.
     pub partials: Slice<'a>,
     /// (>= N H,) I32, zero before and after.

@@ -6,6 +6,7 @@
 //! SortByExpert    choices -> offsets of the experts, order of the rows
 //! GatherRows      tokens -> N k rows, those of an expert side by side
 //! Grouped*        rows of expert e times the weights of expert e
+//! ExpertBias*     adds the biases of expert e to its rows
 //! CombineRows     rows -> tokens: weighted sums
 //! UpdateRouterBias    loads of a step -> biases of the next step's choices
 //! ```
@@ -14,6 +15,7 @@
 
 pub(crate) mod bias;
 pub(crate) mod grouped;
+pub(crate) mod layer_bias;
 mod logits;
 pub(crate) mod route;
 pub(crate) mod rows;
@@ -21,6 +23,7 @@ pub(crate) mod sort;
 
 pub use bias::UpdateRouterBias;
 pub use grouped::{GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedShape};
+pub use layer_bias::{ExpertBiasBackward, ExpertBiasForward};
 pub use logits::RouterLogits;
 pub use route::{BalanceLoss, RouteBackward, RouteForward, RouteShape, Router};
 pub use rows::{CombineRows, CombineRowsBackward, GatherRows, GatherRowsBackward, RowsShape};

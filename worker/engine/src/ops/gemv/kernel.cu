@@ -10,6 +10,7 @@ __device__ inline float gemv_finish(float x, const ACT* bias, i64 output, i64 ac
         case GELU: return x * gate<GELU>(x);
         case GELU_TANH: return x * gate<GELU_TANH>(x);
         case RELU2: return x * gate<RELU2>(x);
+        case QUICK_GELU: return x * gate<QUICK_GELU>(x);
         default: return x;
     }
 }

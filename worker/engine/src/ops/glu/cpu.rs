@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{GluBackward, GluForward};
+use super::{GluBackward, GluForward, GluInputs};
 use crate::cpu::math::simd;
 use crate::cpu::{Access, Threads};
 use crate::ops::activation::cpu::{Function, with_function};
@@ -18,10 +18,19 @@ pub(crate) fn forward(t: &Threads, args: GluForward<'_>) {
     let (a, past) = a.split_at_mut(end * ffn);
     past.iter_mut().take(PADDING_ROWS * ffn).for_each(|x| *x = 0.0);
     let h = &h[..2 * end * ffn];
-    with_function!(args.activation, F => activate::<F>(t, ffn, h, a));
+    with_function!(args.activation, F => activate::<F>(t, (ffn, args.inputs), h, a));
 }
 
-fn activate<F: Function>(t: &Threads, ffn: usize, h: &[f32], a: &mut [f32]) {
+/// Returns g and u as f and the product see them, and whether each is beyond the limit. Keeps NaN.
+#[inline(always)]
+fn bounded(GluInputs { limit, offset }: GluInputs, g: f32, u: f32) -> ([f32; 2], [bool; 2]) {
+    let beyond = [g > limit, u.abs() > limit];
+    let g = if beyond[0] { limit } else { g };
+    let u = if beyond[1] { limit.copysign(u) } else { u };
+    ([g, u + offset], beyond)
+}
+
+fn activate<F: Function>(t: &Threads, (ffn, inputs): (usize, GluInputs), h: &[f32], a: &mut [f32]) {
     t.run(|| {
         a.par_chunks_mut(GLU_TASK_ROWS * ffn).zip(h.par_chunks(GLU_TASK_ROWS * 2 * ffn)).for_each(
             |(a, h)| {
@@ -29,7 +38,8 @@ fn activate<F: Function>(t: &Threads, ffn: usize, h: &[f32], a: &mut [f32]) {
                     for (a, h) in a.chunks_exact_mut(ffn).zip(h.chunks_exact(2 * ffn)) {
                         let (g, u) = h.split_at(ffn);
                         for ((a, g), u) in a.iter_mut().zip(g).zip(u) {
-                            *a = g * F::gate(*g) * u;
+                            let ([g, u], _) = bounded(inputs, *g, *u);
+                            *a = g * F::gate(g) * u;
                         }
                     }
                 });
@@ -46,10 +56,16 @@ pub(crate) fn backward(t: &Threads, args: GluBackward<'_>) {
     let (dh, past) = dh.split_at_mut(2 * end * ffn);
     past.iter_mut().take(2 * PADDING_ROWS * ffn).for_each(|x| *x = 0.0);
     let (h, da) = (&h[..2 * end * ffn], &da[..end * ffn]);
-    with_function!(args.activation, F => derive::<F>(t, ffn, h, da, dh));
+    with_function!(args.activation, F => derive::<F>(t, (ffn, args.inputs), h, da, dh));
 }
 
-fn derive<F: Function>(t: &Threads, ffn: usize, h: &[f32], da: &[f32], dh: &mut [f32]) {
+fn derive<F: Function>(
+    t: &Threads,
+    (ffn, inputs): (usize, GluInputs),
+    h: &[f32],
+    da: &[f32],
+    dh: &mut [f32],
+) {
     t.run(|| {
         dh.par_chunks_mut(GLU_TASK_ROWS * 2 * ffn)
             .zip(h.par_chunks(GLU_TASK_ROWS * 2 * ffn))
@@ -62,8 +78,9 @@ fn derive<F: Function>(t: &Threads, ffn: usize, h: &[f32], da: &[f32], dh: &mut 
                         let (g, u) = h.split_at(ffn);
                         let (dg, du) = dh.split_at_mut(ffn);
                         for i in 0..ffn {
-                            du[i] = da[i] * g[i] * F::gate(g[i]);
-                            dg[i] = F::times_derivative(da[i] * u[i], g[i]);
+                            let ([g, u], [g_beyond, u_beyond]) = bounded(inputs, g[i], u[i]);
+                            du[i] = if u_beyond { 0.0 } else { da[i] * g * F::gate(g) };
+                            dg[i] = if g_beyond { 0.0 } else { F::times_derivative(da[i] * u, g) };
                         }
                     }
                 });

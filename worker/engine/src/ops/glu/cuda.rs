@@ -6,7 +6,7 @@
 use xlaunch_pool::DType;
 
 use super::hopper::{self, Tiling};
-use super::{GluBackward, GluForward, GluLinearBackward, LinearGluForward};
+use super::{GluBackward, GluForward, GluInputs, GluLinearBackward, LinearGluForward};
 use crate::cuda::on_demand::{Compilation, OnDemand};
 use crate::cuda::variants::{Fastest, Site, Variant};
 use crate::cuda::{Arg, Gpu, Launch, Macro, Source, args, expect, source, vec_threads};
@@ -64,27 +64,33 @@ pub(crate) struct Glu {
 
 impl Glu {
     pub(crate) fn forward(&self, gpu: &Gpu, args: GluForward<'_>) -> Result<()> {
-        let GluForward { activation, rows, ffn, h, a, end } = args;
+        let GluForward { activation, inputs, rows, ffn, h, a, end } = args;
         gpu.expect_act(h, 2 * rows * ffn);
         gpu.expect_act(a, rows * ffn);
         end.into_iter().for_each(|end| expect(end, DType::I32, 1));
         let launch = Launch::blocks(rows.div_ceil(GLU_ROWS), vec_threads(gpu, ffn));
         // SAFETY: checked above.
-        unsafe { self.launch(gpu, (activation, "glu_fwd"), launch, args![h, a, end, rows, ffn]) }
+        unsafe {
+            let args = args![h, a, end, rows, ffn, inputs.limit, inputs.offset];
+            self.launch(gpu, (activation, "glu_fwd"), launch, args)
+        }
     }
 
     pub(crate) fn backward(&self, gpu: &Gpu, args: GluBackward<'_>) -> Result<()> {
-        let GluBackward { activation, rows, ffn, h, da, dh, end } = args;
+        let GluBackward { activation, inputs, rows, ffn, h, da, dh, end } = args;
         [h, dh].into_iter().for_each(|x| gpu.expect_act(x, 2 * rows * ffn));
         gpu.expect_act(da, rows * ffn);
         end.into_iter().for_each(|end| expect(end, DType::I32, 1));
         let launch = Launch::blocks(rows.div_ceil(GLU_ROWS), vec_threads(gpu, ffn));
         // SAFETY: checked above.
-        unsafe { self.launch(gpu, (activation, "glu_bwd"), launch, args![h, da, dh, end, rows, ffn]) }
+        unsafe {
+            let args = args![h, da, dh, end, rows, ffn, inputs.limit, inputs.offset];
+            self.launch(gpu, (activation, "glu_bwd"), launch, args)
+        }
     }
 
     pub(crate) fn linear_forward(&self, gpu: &Gpu, args: LinearGluForward<'_>) -> Result<()> {
-        let LinearGluForward { shape, activation, x, w, bias, h, a } = args;
+        let LinearGluForward { shape, activation, inputs, x, w, bias, h, a } = args;
         let (rows, ffn) = (shape.rows, shape.outputs / 2);
         gpu.expect_act(x, rows * shape.inputs);
         gpu.expect_act(w, 2 * ffn * shape.inputs);
@@ -94,21 +100,22 @@ impl Glu {
         let run = |variant| match variant {
             GluVariant::Kernel => {
                 linear::forward(gpu, LinearForward { shape, x, w, bias, y: h })?;
-                self.forward(gpu, GluForward { activation, rows, ffn, h, a, end: None })
+                self.forward(gpu, GluForward { activation, inputs, rows, ffn, h, a, end: None })
             }
             // SAFETY: checked above; this variant is selected only for operands that it supports; outputs overlap no
             // input by the operation's contract.
             GluVariant::Epilogue(tiling) => unsafe { hopper::forward(gpu, tiling, args) },
         };
-        let unsupported =
-            bias.map(|_| "it does not add a bias").or(unsupported(hopper::supports_forward(gpu, &args)));
+        let unsupported = bias
+            .map(|_| "it does not add a bias")
+            .or(unsupported(inputs, hopper::supports_forward(gpu, &args)));
         let shape = (activation, shape);
         let site = Site { operation: "linear_glu_forward", shape, variants: VARIANTS.len() };
         run(self.select(gpu, site, unsupported, run)?)
     }
 
     pub(crate) fn linear_backward(&self, gpu: &Gpu, args: GluLinearBackward<'_>) -> Result<()> {
-        let GluLinearBackward { shape, activation, dy, w, h, da, dh } = args;
+        let GluLinearBackward { shape, activation, inputs, dy, w, h, da, dh } = args;
         let (rows, ffn) = (shape.rows, shape.inputs);
         gpu.expect_act(dy, rows * shape.outputs);
         gpu.expect_act(w, shape.outputs * ffn);
@@ -117,12 +124,12 @@ impl Glu {
         let run = |variant| match variant {
             GluVariant::Kernel => {
                 linear::backward_input(gpu, LinearBackwardInput { shape, dy, w, dx: da })?;
-                self.backward(gpu, GluBackward { activation, rows, ffn, h, da, dh, end: None })
+                self.backward(gpu, GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None })
             }
             // SAFETY: as in forward.
             GluVariant::Epilogue(tiling) => unsafe { hopper::backward(gpu, tiling, args) },
         };
-        let unsupported = unsupported(hopper::supports_backward(gpu, &args));
+        let unsupported = unsupported(inputs, hopper::supports_backward(gpu, &args));
         let shape = (activation, shape);
         let site = Site { operation: "glu_linear_backward", shape, variants: VARIANTS.len() };
         run(self.select(gpu, site, unsupported, run)?)
@@ -160,6 +167,9 @@ impl Glu {
     }
 }
 
-fn unsupported(is_supported: bool) -> Option<&'static str> {
+fn unsupported(inputs: GluInputs, is_supported: bool) -> Option<&'static str> {
+    if inputs != GluInputs::PLAIN {
+        return Some("it does not bound its inputs");
+    }
     (!is_supported).then_some("it is not bf16, not aligned, or not on compute capability 9.0")
 }

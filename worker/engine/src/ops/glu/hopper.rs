@@ -60,11 +60,12 @@ macro_rules! kernels {
 }
 
 /// Kernels by activation, in the order of [`Activation::ALL`]: forward in both tilings, then backward.
-pub(crate) static KERNELS: [[HopperKernel; 4]; 4] = [
+pub(crate) static KERNELS: [[HopperKernel; 4]; 5] = [
     kernels!(Activation::Silu),
     kernels!(Activation::Gelu),
     kernels!(Activation::GeluTanh),
     kernels!(Activation::Relu2),
+    kernels!(Activation::QuickGelu),
 ];
 
 const fn kernel(tiling: Tiling, gradient: bool, macros: &'static [Macro]) -> HopperKernel {
@@ -107,7 +108,7 @@ pub(super) fn supports_backward(gpu: &Gpu, args: &GluLinearBackward<'_>) -> bool
 /// # Safety
 /// The operands are supported and have the sizes of the shape, and outputs overlap no input.
 pub(super) unsafe fn forward(gpu: &Gpu, tiling: Tiling, args: LinearGluForward<'_>) -> Result<()> {
-    let LinearGluForward { shape, activation, x, w, h, a, bias: _ } = args;
+    let LinearGluForward { shape, activation, x, w, h, a, .. } = args;
     let (rows, cols, k) = (shape.rows, shape.outputs / 2, shape.inputs);
     let a_map = tensor_map(x, [k, rows, 1], [TILE_K, TILE_M, 1])?;
     let b_map = tensor_map(w, [k, cols, 2], [TILE_K, tiling.tile_n() / 2, 1])?;

@@ -4,6 +4,10 @@
 // Grid: one block per GLU_ROWS rows, which its threads fetch together. `end`: the number of rows that exist, if only
 // the device knows it.
 
+// What f and the product see of g, or of u: at most `limit`, u also at least -limit. Keeps NaN.
+__device__ inline float bounded(float g, float limit) { return g > limit ? limit : g; }
+__device__ inline float bounded_twice(float u, float limit) { return u < -limit ? -limit : bounded(u, limit); }
+
 // Writes the padding of rows that do not exist. Returns whether none of the block's rows exists.
 __device__ inline bool pads(ACT* to, const int* end, i64 first, i64& rows, i64 cols) {
     if (!end) return false;
@@ -16,9 +20,9 @@ __device__ inline bool pads(ACT* to, const int* end, i64 first, i64& rows, i64 c
     return first >= exist;
 }
 
-// a = f(g) u
+// a = f(g) u, with g and u within `limit`, and u plus `offset`
 extern "C" __global__ void glu_fwd(const ACT* __restrict__ h, ACT* __restrict__ a,
-                                   const int* __restrict__ end, i64 rows, i64 ffn) {
+                                   const int* __restrict__ end, i64 rows, i64 ffn, float limit, float offset) {
     pdl_wait_and_launch();
     bool wide = is_wide(h, ffn) && is_wide(a, ffn);
     i64 first = blockIdx.x * (i64)GLU_ROWS;
@@ -37,15 +41,18 @@ extern "C" __global__ void glu_fwd(const ACT* __restrict__ h, ACT* __restrict__ 
             if (first + i >= rows) break;
             Vec8 x = unpack(gs[i]), y = unpack(us[i]);
 #pragma unroll
-            for (int j = 0; j < 8; j++) y.x[j] *= x.x[j] * gate<ACTIVATION>(x.x[j]);
+            for (int j = 0; j < 8; j++) {
+                float g = bounded(x.x[j], limit);
+                y.x[j] = (bounded_twice(y.x[j], limit) + offset) * (g * gate<ACTIVATION>(g));
+            }
             store8(a + (first + i) * ffn, c, ffn, wide, y);
         }
     }
 }
 
-// du = da f(g), dg = da u f'(g)
+// du = da f(g), dg = da u f'(g); 0 beyond the limit
 extern "C" __global__ void glu_bwd(const ACT* __restrict__ h, const ACT* __restrict__ da, ACT* __restrict__ dh,
-                                   const int* __restrict__ end, i64 rows, i64 ffn) {
+                                   const int* __restrict__ end, i64 rows, i64 ffn, float limit, float offset) {
     pdl_wait_and_launch();
     bool wide = is_wide(h, ffn) && is_wide(da, ffn) && is_wide(dh, ffn);
     i64 first = blockIdx.x * (i64)GLU_ROWS;
@@ -67,9 +74,10 @@ extern "C" __global__ void glu_bwd(const ACT* __restrict__ h, const ACT* __restr
             Vec8 x = unpack(gs[i]), y = unpack(us[i]), d = unpack(das[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                float g = gate<ACTIVATION>(x.x[j]), up = y.x[j];
-                y.x[j] = d.x[j] * x.x[j] * g;
-                d.x[j] *= times_derivative<ACTIVATION>(up, x.x[j], g);
+                float g = bounded(x.x[j], limit), s = gate<ACTIVATION>(g);
+                float up = bounded_twice(y.x[j], limit) + offset;
+                y.x[j] = fabsf(y.x[j]) > limit ? 0.0f : d.x[j] * g * s;
+                d.x[j] = x.x[j] > limit ? 0.0f : d.x[j] * times_derivative<ACTIVATION>(up, g, s);
             }
             store8(du, c, ffn, wide, y);
             store8(dg, c, ffn, wide, d);

@@ -1,6 +1,6 @@
 //! Gated activations: `a = f(g) u` with an [`Activation`] f, as in SwiGLU and GEGLU (Shazeer, 2020).
 //!
-//! Backward: `du = da f(g)`, `dg = da u f'(g)`.
+//! Backward: `du = da f(g)`, `dg = da u f'(g)`. With [`GluInputs`], the gradient of what is beyond the limit is 0.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -11,11 +11,27 @@ use crate::cpu::Threads;
 use crate::error::Result;
 use crate::tensor::Slice;
 
+/// What takes the place of g and u in `f(g) u`: `min(g, limit)`, and `max(-limit, min(u, limit)) + offset`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GluInputs {
+    /// Bound of g, and of the magnitude of u; infinite if there is none.
+    pub limit: f32,
+    /// What is added to u.
+    pub offset: f32,
+}
+
+impl GluInputs {
+    /// g and u themselves.
+    pub const PLAIN: Self = Self { limit: f32::INFINITY, offset: 0.0 };
+}
+
 /// `a = f(g) u`.
 #[derive(Clone, Copy, Debug)]
 pub struct GluForward<'a> {
     /// f.
     pub activation: Activation,
+    /// What f and the product see of g and u.
+    pub inputs: GluInputs,
     /// N.
     pub rows: usize,
     /// F.
@@ -44,6 +60,8 @@ impl Op for GluForward<'_> {
 pub struct GluBackward<'a> {
     /// f.
     pub activation: Activation,
+    /// What f and the product see of g and u.
+    pub inputs: GluInputs,
     /// N.
     pub rows: usize,
     /// F.
@@ -76,6 +94,8 @@ pub struct LinearGluForward<'a> {
     pub shape: LinearShape,
     /// f.
     pub activation: Activation,
+    /// What f and the product see of g and u.
+    pub inputs: GluInputs,
     /// (N, I).
     pub x: Slice<'a>,
     /// (2 F, I): first the rows of g, then those of u.
@@ -90,9 +110,10 @@ pub struct LinearGluForward<'a> {
 
 impl Op for LinearGluForward<'_> {
     fn cpu(self, threads: &Threads) {
-        let Self { shape, activation, x, w, bias, h, a } = self;
+        let Self { shape, activation, inputs, x, w, bias, h, a } = self;
         LinearForward { shape, x, w, bias, y: h }.cpu(threads);
-        GluForward { activation, rows: shape.rows, ffn: shape.outputs / 2, h, a, end: None }.cpu(threads);
+        let (rows, ffn) = (shape.rows, shape.outputs / 2);
+        GluForward { activation, inputs, rows, ffn, h, a, end: None }.cpu(threads);
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
@@ -107,6 +128,8 @@ pub struct GluLinearBackward<'a> {
     pub shape: LinearShape,
     /// f.
     pub activation: Activation,
+    /// What f and the product see of g and u.
+    pub inputs: GluInputs,
     /// (N, O).
     pub dy: Slice<'a>,
     /// (O, F).
@@ -121,9 +144,10 @@ pub struct GluLinearBackward<'a> {
 
 impl Op for GluLinearBackward<'_> {
     fn cpu(self, threads: &Threads) {
-        let Self { shape, activation, dy, w, h, da, dh } = self;
+        let Self { shape, activation, inputs, dy, w, h, da, dh } = self;
         LinearBackwardInput { shape, dy, w, dx: da }.cpu(threads);
-        GluBackward { activation, rows: shape.rows, ffn: shape.inputs, h, da, dh, end: None }.cpu(threads);
+        let (rows, ffn) = (shape.rows, shape.inputs);
+        GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None }.cpu(threads);
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
