@@ -4,7 +4,7 @@
 use std::path::Path;
 
 /// Says that a path does not exist and, if it ends like a name on the hub (`OWNER/MODEL`) and its parent does not exist
-/// either, which command downloads such a model.
+/// either, which command would download that model.
 pub(crate) fn missing(path: &Path) -> String {
     let plain = |name: &&str| {
         let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
@@ -16,7 +16,7 @@ pub(crate) fn missing(path: &Path) -> String {
     let model = name(path).filter(|model| plain(&&**model));
     match owner.zip(model) {
         Some((owner, model)) => format!(
-            "it does not exist; a model of Hugging Face's hub must be downloaded first, as with `hf download \
+            "it does not exist; if {owner}/{model} is a model on Hugging Face's hub, download it first: `hf download \
              {owner}/{model} --local-dir {}`",
             path.display()
         ),
