@@ -44,7 +44,7 @@ pub use slurm::Slurm;
 use std::time::{Duration, Instant};
 
 /// Maximum time of any wait in a test before the test counts as hung. Generous, as machines may be shared and slow.
-pub const HANG_TIMEOUT: Duration = Duration::from_secs(300);
+pub const HANG_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// Returns the lines of a text, sorted: ranks write in any order.
 pub fn sorted_lines(text: &str) -> Vec<&str> {

@@ -25,7 +25,7 @@ const ANY_WARP: [(Precision, &str); 3] = [
          |cols: 1544|linear LinearShape { rows: 67|seq: 37|width: 24, window: 31|reductions 31|checksum 31\
          |Tanh LinearShape { rows: 67|glu 67|rows: 67, vocab: 50|vocab: 59995|adamw 64|gemv LinearShape { rows: 5\
          |capacity: 90|greedy 1|batch: 2, seq: 35|add scaled 31|softcap 31|muon 4800|orthogonalize 9\
-         |experts 67|router bias 3",
+         |experts 67|router bias 3|router logits LinearShape { rows: 5",
     ),
     // bf16 has separate kernels only for tensor cores and for conversion.
     (Bf16, "rows: 130, cols: 384|rows: 67, vocab: 50|adamw 64|fp8 LinearShape { rows: 16|softcap 31"),
