@@ -82,7 +82,8 @@ fn no_kill_costs_a_reported_checkpoint_or_leaves_a_bad_one() {
         assert!(newest.step >= saved, "kill {kill}: step {saved} was saved, {} was found", newest.step);
         assert_complete(&newest.path, newest.step);
         let entries = std::fs::read_dir(dir.path()).unwrap().count();
-        assert!(entries <= 4, "kill {kill} left {entries} entries");
+        // Two checkpoints and a link. Each of several kills in a row may prevent the removal of one more.
+        assert!(entries <= 6, "kill {kill} left {entries} entries");
     }
     println!("{kills} kills, {saved} checkpoints");
 }
