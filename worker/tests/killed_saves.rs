@@ -65,11 +65,12 @@ fn no_kill_costs_a_reported_checkpoint_or_leaves_a_bad_one() {
         random ^= random << 13;
         random ^= random >> 7;
         random ^= random << 17;
-        let first = reported.next().unwrap().unwrap();
+        // Before the second save is reported, what earlier kills left is removed, however slow the process is.
+        let first = [reported.next().unwrap(), reported.next().unwrap()];
         std::thread::sleep(Duration::from_micros(random % 20_000));
         child.kill().unwrap();
         child.wait().unwrap();
-        for line in std::iter::once(Ok(first)).chain(reported) {
+        for line in first.into_iter().chain(reported) {
             // The last line may be cut off.
             saved = saved.max(line.unwrap().parse().unwrap_or(0));
         }
@@ -82,8 +83,8 @@ fn no_kill_costs_a_reported_checkpoint_or_leaves_a_bad_one() {
         assert!(newest.step >= saved, "kill {kill}: step {saved} was saved, {} was found", newest.step);
         assert_complete(&newest.path, newest.step);
         let entries = std::fs::read_dir(dir.path()).unwrap().count();
-        // Two checkpoints and a link. Each of several kills in a row may prevent the removal of one more.
-        assert!(entries <= 6, "kill {kill} left {entries} entries");
+        // Two checkpoints, one that is to be removed, and a link.
+        assert!(entries <= 4, "kill {kill} left {entries} entries");
     }
     println!("{kills} kills, {saved} checkpoints");
 }
