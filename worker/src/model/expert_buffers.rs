@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use xlaunch_engine::{
-    CombineRows, DType, ExpertBiasForward, GEMV_ROWS, GatherRows, Gemv, GluForward, GroupedForward,
-    LinearShape, Result, RouteForward, RouteShape, RouterLogits, RowsShape, Slice, SortByExpert, Tensor,
+    CombineRows, DType, GEMV_ROWS, GatherRows, Gemv, GluForward, GroupedForward, LinearShape, Result,
+    RouteForward, RouteShape, RouterLogits, RowsShape, Slice, SortByExpert, Tensor,
 };
 
 use super::Model;
@@ -85,11 +85,8 @@ impl ExpertBuffers {
             (self.h.slice(0..choices * shapes.fc.outputs), self.a.slice(0..choices * shapes.out.inputs));
         let w = model.param(&params.fc.weight);
         backend.run(GroupedForward { shape: shapes.fc, offsets, x: expert_rows, w, y: h })?;
-        let add_bias = |cols, bias: &Range<usize>, y| {
-            backend.run(ExpertBiasForward { cols, offsets, bias: model.param(bias), y })
-        };
         if let Some([bias, _]) = &params.expert_biases {
-            add_bias(shapes.fc.outputs, bias, h)?;
+            model.add_expert_bias(shapes.fc, offsets, bias, h)?;
         }
         let (activation, inputs) = (model.activation_function(), model.glu_inputs());
         let ffn = shapes.out.inputs;
@@ -97,7 +94,7 @@ impl ExpertBuffers {
         let w = model.param(&params.out.weight);
         backend.run(GroupedForward { shape: shapes.out, offsets, x: a, w, y: expert_rows })?;
         if let Some([_, bias]) = &params.expert_biases {
-            add_bias(shapes.out.outputs, bias, expert_rows)?;
+            model.add_expert_bias(shapes.out, offsets, bias, expert_rows)?;
         }
         let weights = self.weights.slice(0..choices);
         backend.run(CombineRows {

@@ -170,19 +170,15 @@ impl Model {
         let h = self.activation(shapes.choices() * shapes.fc.outputs)?;
         let w = self.param(&params.fc.weight);
         backend.run(GroupedForward { shape: shapes.fc, offsets, x: rows.all(), w, y: h.all() })?;
-        let biases = params.expert_biases.as_ref();
-        let add_bias = |cols, bias: &Range<usize>, y| {
-            backend.run(ExpertBiasForward { cols, offsets, bias: self.param(bias), y })
-        };
-        if let Some([bias, _]) = biases {
-            add_bias(shapes.fc.outputs, bias, h.all())?;
+        if let Some([bias, _]) = &params.expert_biases {
+            self.add_expert_bias(shapes.fc, offsets, bias, h.all())?;
         }
         let a = self.gated(shapes, &choices, &h)?;
         let y = self.activation(shapes.choices() * shapes.out.outputs)?;
         let w = self.param(&params.out.weight);
         backend.run(GroupedForward { shape: shapes.out, offsets, x: a.all(), w, y: y.all() })?;
-        if let Some([_, bias]) = biases {
-            add_bias(shapes.out.outputs, bias, y.all())?;
+        if let Some([_, bias]) = &params.expert_biases {
+            self.add_expert_bias(shapes.out, offsets, bias, y.all())?;
         }
         Ok(Experts { choices, rows, h, a, y })
     }
@@ -322,6 +318,17 @@ impl Model {
         let (shape, choice_of, end) = (shapes.rows, choices.choice_of.all(), choices.end(shapes));
         self.backend.run(GatherRows { shape, choice_of, x: x.all(), rows: rows.all(), end })?;
         Ok(rows)
+    }
+
+    /// Adds the biases of all experts to the outputs of one of their layers.
+    pub(super) fn add_expert_bias(
+        &self,
+        layer: GroupedShape,
+        offsets: Slice<'_>,
+        bias: &Range<usize>,
+        y: Slice<'_>,
+    ) -> Result<()> {
+        self.backend.run(ExpertBiasForward { cols: layer.outputs, offsets, bias: self.param(bias), y })
     }
 
     fn gated(&self, shapes: ExpertShapes, choices: &Choices, h: &Tensor) -> Result<Tensor> {

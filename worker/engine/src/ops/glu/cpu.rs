@@ -21,7 +21,7 @@ pub(crate) fn forward(t: &Threads, args: GluForward<'_>) {
     with_function!(args.activation, F => activate::<F>(t, (ffn, args.inputs), h, a));
 }
 
-/// Returns g and u as f and the product see them, and whether each is beyond the limit. Keeps NaN.
+/// Applies limit and offset to g and u. Also returns whether each is beyond the limit. NaN stays.
 #[inline(always)]
 fn bounded(GluInputs { limit, offset }: GluInputs, g: f32, u: f32) -> ([f32; 2], [bool; 2]) {
     let beyond = [g > limit, u.abs() > limit];

@@ -4,7 +4,7 @@
 // Grid: one block per GLU_ROWS rows, which its threads fetch together. `end`: the number of rows that exist, if only
 // the device knows it.
 
-// What f and the product see of g, or of u: at most `limit`, u also at least -limit. Keeps NaN.
+// Bound g by `limit`, and u by -limit as well. NaN stays.
 __device__ inline float bounded(float g, float limit) { return g > limit ? limit : g; }
 __device__ inline float bounded_twice(float u, float limit) { return u < -limit ? -limit : bounded(u, limit); }
 

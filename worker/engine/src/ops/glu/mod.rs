@@ -11,12 +11,12 @@ use crate::cpu::Threads;
 use crate::error::Result;
 use crate::tensor::Slice;
 
-/// What takes the place of g and u in `f(g) u`: `min(g, limit)`, and `max(-limit, min(u, limit)) + offset`.
+/// Limit and offset of g and u: `f(g) u` uses `min(g, limit)` and `max(-limit, min(u, limit)) + offset` in their place.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GluInputs {
     /// Bound of g, and of the magnitude of u; infinite if there is none.
     pub limit: f32,
-    /// What is added to u.
+    /// Number added to u.
     pub offset: f32,
 }
 
@@ -30,7 +30,7 @@ impl GluInputs {
 pub struct GluForward<'a> {
     /// f.
     pub activation: Activation,
-    /// What f and the product see of g and u.
+    /// Limit and offset of g and u.
     pub inputs: GluInputs,
     /// N.
     pub rows: usize,
@@ -60,7 +60,7 @@ impl Op for GluForward<'_> {
 pub struct GluBackward<'a> {
     /// f.
     pub activation: Activation,
-    /// What f and the product see of g and u.
+    /// Limit and offset of g and u.
     pub inputs: GluInputs,
     /// N.
     pub rows: usize,
@@ -94,7 +94,7 @@ pub struct LinearGluForward<'a> {
     pub shape: LinearShape,
     /// f.
     pub activation: Activation,
-    /// What f and the product see of g and u.
+    /// Limit and offset of g and u.
     pub inputs: GluInputs,
     /// (N, I).
     pub x: Slice<'a>,
@@ -128,7 +128,7 @@ pub struct GluLinearBackward<'a> {
     pub shape: LinearShape,
     /// f.
     pub activation: Activation,
-    /// What f and the product see of g and u.
+    /// Limit and offset of g and u.
     pub inputs: GluInputs,
     /// (N, O).
     pub dy: Slice<'a>,
