@@ -174,17 +174,11 @@ fn canonical(shape: &ModelShape) -> ModelShape {
     {
         *attention_factor = 0.1 * factor.ln() + 1.0;
     }
-    if shape.no_rope_every > shape.layers {
-        own.no_rope_every = 0;
-    }
     if shape.experts == 0 {
         let ModelShape { experts_per_token, router, normalise, .. } = Arch::Llama.base();
         (own.experts_per_token, own.router, own.normalise) = (experts_per_token, router, normalise);
     } else if shape.dense_layers == 0 {
         (own.ffn, own.expert_ffn) = (shape.expert_width(), 0);
-    }
-    if shape.window_pattern > shape.layers {
-        own.window_pattern = 0;
     }
     if own.window_pattern == 1 {
         own.window = 0;

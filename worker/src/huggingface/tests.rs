@@ -193,6 +193,26 @@ fn model_keys_that_are_not_set_come_from_the_weights_and_others_must_agree() {
     }
 }
 
+/// Files of these families have no number for "no block".
+#[test]
+fn distances_beyond_the_last_block_agree_with_0() {
+    let olmo = ModelShape { window: 8, window_pattern: 0, ..Arch::Olmo3.base() };
+    let smol = ModelShape { no_rope_every: 0, ..Arch::SmolLm3.base() };
+    for shape in [olmo, smol] {
+        let dir = tempfile::tempdir().unwrap();
+        let (saved, _) = checkpoint(&dir.path().join("a"), &shape);
+        let exported = export(&options(&saved, &dir.path().join("out"))).unwrap().output;
+        let mut spec = JobSpec::default();
+        spec.model.window_pattern = (shape.window > 0).then_some(0);
+        spec.model.no_rope_every = (shape.window == 0).then_some(0);
+        Weights::open(&exported).unwrap().fill_in(&mut spec).unwrap();
+        assert_eq!(spec.model.resolve().unwrap(), shape);
+        assert!(read(&exported, &shape).is_ok());
+        let every_other = ModelShape { no_rope_every: 2, ..shape };
+        assert!(read(&exported, &every_other).is_err());
+    }
+}
+
 #[test]
 fn weights_that_are_not_finite_are_not_exported_and_not_read() {
     let dir = tempfile::tempdir().unwrap();

@@ -198,13 +198,18 @@ impl ModelShape {
         [experts, used].map(|count| dense + layers * dim * (experts + count * (gates + 1) * width + shared))
     }
 
-    /// Returns the first key in which two shapes differ, with both values.
+    /// Returns the first key in which two shapes differ, with both values. Distances beyond the last block equal 0.
     pub fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
+        let [own, other] = [self, other].map(|shape| {
+            let within = |every: usize| if every > shape.layers { 0 } else { every };
+            let (no_rope_every, window_pattern) = (within(shape.no_rope_every), within(shape.window_pattern));
+            Self { no_rope_every, window_pattern, ..shape.clone() }
+        });
         let text = |value: serde_json::Value| match value {
             serde_json::Value::String(text) => text,
             other => other.to_string(),
         };
-        let pairs = self.values().into_iter().zip(other.values());
+        let pairs = own.values().into_iter().zip(other.values());
         let different = pairs.into_iter().find(|(own, other)| own != other);
         different.map(|((key, own), (_, other))| (key, text(own), text(other)))
     }
