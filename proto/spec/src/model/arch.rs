@@ -412,7 +412,7 @@ const GLM4_MOE: ModelShape = ModelShape {
     ..LLAMA
 };
 
-const GPT_OSS: ModelShape = ModelShape {
+pub(super) const GPT_OSS: ModelShape = ModelShape {
     arch: Arch::GptOss,
     experts: 8,
     ffn: 88,

@@ -5,7 +5,7 @@ use super::arch::{self, LLAMA};
 use super::{ModelShape, RopeScaling};
 
 /// The presets and their names.
-pub static PRESETS: [(&str, ModelShape); 24] = [
+pub static PRESETS: [(&str, ModelShape); 25] = [
     ("byte-tiny", LLAMA),
     ("llama-28m", LLAMA_28M),
     ("gpt2-124m", gpt2(12, 12)),
@@ -30,6 +30,7 @@ pub static PRESETS: [(&str, ModelShape); 24] = [
     ("mixtral-8x7b", MIXTRAL_8X7B),
     ("olmoe-1b-7b", OLMOE_1B_7B),
     ("qwen3-30b-a3b", QWEN3_30B_A3B),
+    ("gpt-oss-20b", GPT_OSS_20B),
 ];
 
 /// Returns a shape of the GPT-2 family: heads of width 64, a feed-forward width of 4 C, tied embeddings.
@@ -261,4 +262,26 @@ const QWEN3_30B_A3B: ModelShape = ModelShape {
     experts_per_token: 8,
     expert_ffn: 768,
     ..arch::QWEN3_MOE
+};
+
+const GPT_OSS_20B: ModelShape = ModelShape {
+    layers: 24,
+    heads: 64,
+    kv_heads: 8,
+    head_dim: 64,
+    dim: 2880,
+    ffn: 2880,
+    seq: 2048,
+    vocab: 201_088,
+    experts: 32,
+    experts_per_token: 4,
+    rope_scaling: RopeScaling::Yarn {
+        factor: 32.0,
+        original_max_position_embeddings: 4096,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: 0.0,
+        truncate: false,
+    },
+    ..arch::GPT_OSS
 };

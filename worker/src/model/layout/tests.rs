@@ -52,6 +52,7 @@ fn presets_have_their_published_sizes() {
         ("mixtral-8x7b", 46_702_792_704),
         ("olmoe-1b-7b", 6_919_161_856),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),
     ] {
         assert_eq!(of(name), parameters, "{name}");
     }
