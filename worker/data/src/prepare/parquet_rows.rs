@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parquet::basic::{Compression, Type as Physical};
+use parquet::basic::{Compression, LogicalType, Type as Physical};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
 use parquet::record::{Field, Row};
@@ -39,7 +39,10 @@ pub(super) fn column(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::Re
         let names = || fields.iter().map(|field| field.name().to_owned()).collect::<Vec<_>>();
         let index = column_index(column, &names())?;
         let field = &fields[index];
-        if !field.is_primitive() || field.get_physical_type() != Physical::BYTE_ARRAY {
+        // Writers give this type to a column of a shard that has no value in it.
+        let is_empty = field.get_basic_info().logical_type_ref() == Some(&LogicalType::Unknown);
+        let is_text = field.is_primitive() && field.get_physical_type() == Physical::BYTE_ARRAY;
+        if !is_text && !is_empty {
             let other = format!("the column `{}` is not one of strings", column.escape_debug());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, other));
         }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use flate2::bufread::MultiGzDecoder;
+use flate2::bufread::GzDecoder;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
@@ -54,7 +54,7 @@ impl Source {
         let mut buffered = BufReader::with_capacity(READ_BUFFER_BYTES, counted);
         let magic = fill(&mut buffered).map_err(|error| PrepareError::read(&label, &error))?;
         let (reader, format): (Box<dyn Read>, _) = if magic.starts_with(&GZIP_MAGIC) {
-            (Box::new(MultiGzDecoder::new(buffered)), Some("gzip"))
+            (Box::new(Gzip { member: Some(GzDecoder::new(buffered)) }), Some("gzip"))
         } else if magic.starts_with(&ZSTD_MAGIC) {
             (Box::new(Zstd::new(buffered)), Some("zstd"))
         } else {
@@ -140,6 +140,40 @@ impl Read for Counted {
         };
         self.read.fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
+    }
+}
+
+/// Consecutive members, each verified by its checksum. As in gzip and Python, zeros after a member are padding.
+struct Gzip {
+    member: Option<GzDecoder<Buffered>>,
+}
+
+impl Read for Gzip {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let Some(member) = &mut self.member else { return Ok(0) };
+            let count = member.read(buffer)?;
+            if count > 0 || buffer.is_empty() {
+                return Ok(count);
+            }
+            self.member = self.member.take().map(GzDecoder::into_inner).map_or(Ok(None), next_member)?;
+        }
+    }
+}
+
+/// Skips padding. Returns a decoder of the next member; `None` at the end of the input.
+fn next_member(mut input: Buffered) -> io::Result<Option<GzDecoder<Buffered>>> {
+    loop {
+        let available = input.fill_buf()?;
+        let padding = available.iter().take_while(|byte| **byte == 0).count();
+        if padding < available.len() {
+            input.consume(padding);
+            return Ok(Some(GzDecoder::new(input)));
+        }
+        if padding == 0 {
+            return Ok(None);
+        }
+        input.consume(padding);
     }
 }
 

@@ -131,6 +131,10 @@ fn forms_of_input_give_the_same_documents() {
         [compress(first), compress(second)].concat()
     };
     assert_eq!(prepared("a", &parts(gzip), separator.clone(), None), texts);
+    let padded = parts(|text| [gzip(text), vec![0; 700_000]].concat());
+    assert_eq!(prepared("a", &padded, separator.clone(), None), texts);
+    let garbage = Prepared::new(Tokenizer::gpt2()).with("a", [&padded[..], b"x"].concat()).error();
+    assert!(garbage.contains("damaged or truncated gzip data"), "{garbage}");
     assert_eq!(prepared("a", &parts(zstd), separator, None), texts);
 }
 
@@ -348,7 +352,9 @@ fn parquet(column: &str, rows: &[Option<&str>]) -> Vec<u8> {
     use parquet::data_type::{ByteArray, ByteArrayType};
     use parquet::file::writer::SerializedFileWriter;
     use parquet::schema::parser::parse_message_type;
-    let schema = format!("message schema {{ optional binary {column} (UTF8); optional int64 id; }}");
+    let schema = format!(
+        "message schema {{ optional binary {column} (UTF8); optional int64 id; optional int32 empty (UNKNOWN); }}"
+    );
     let schema = std::sync::Arc::new(parse_message_type(&schema).unwrap());
     let mut bytes = Vec::new();
     let mut file = SerializedFileWriter::new(&mut bytes, schema, std::sync::Arc::default()).unwrap();
@@ -362,6 +368,10 @@ fn parquet(column: &str, rows: &[Option<&str>]) -> Vec<u8> {
     let ids: Vec<i64> = (0..).take(rows.len()).collect();
     let all = vec![1; rows.len()];
     writer.typed::<parquet::data_type::Int64Type>().write_batch(&ids, Some(&all), None).unwrap();
+    writer.close().unwrap();
+    let mut writer = group.next_column().unwrap().unwrap();
+    let none = vec![0; rows.len()];
+    writer.typed::<parquet::data_type::Int32Type>().write_batch(&[], Some(&none), None).unwrap();
     writer.close().unwrap();
     group.close().unwrap();
     file.close().unwrap();
@@ -393,6 +403,9 @@ fn tables_have_a_document_per_row() {
     assert!(!error.contains("damaged"), "{error}");
     prepared.options.field = Some("id".into());
     assert!(prepared.error().contains("not one of strings"));
+    // A shard in which no row has a text.
+    prepared.options.field = Some("empty".into());
+    assert!(prepared.error().contains("the inputs contain no documents"));
     let short = Prepared::new(Tokenizer::gpt2()).with("a.csv", "id,text\n1,one\n2\n").error();
     assert!(short.contains("a.csv:2: the object has no field `text`"), "{short}");
     // An unclosed quote would make one document of all rows after it.
