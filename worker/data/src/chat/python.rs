@@ -157,6 +157,19 @@ pub(super) fn trim(value: &Value, characters: Option<&str>) -> Result<String, Er
     Ok(strip(&text(value)?, "strip", characters).to_owned())
 }
 
+/// Jinja's filter `default`.
+pub(super) fn default(
+    value: Value,
+    other: Option<Value>,
+    boolean: Option<bool>,
+    options: Kwargs,
+) -> Result<Value, Error> {
+    let other = other.or(options.get("default_value")?).unwrap_or_else(|| Value::from(""));
+    let boolean = boolean.or(options.get("boolean")?).unwrap_or(false);
+    options.assert_all_used()?;
+    Ok(if value.is_undefined() || boolean && !value.is_true() { other } else { value })
+}
+
 /// Jinja's filter `indent`.
 pub(super) fn indent(
     value: &Value,
@@ -343,6 +356,7 @@ mod tests {
         environment.set_unknown_method_callback(method);
         environment.add_filter("trim", trim);
         environment.add_filter("indent", indent);
+        environment.add_filter("default", default);
         environment.add_filter("string", |value: &Value| text(value).map(Cow::into_owned));
         environment.render_str(template, context! { value => parse_json(value).unwrap() }).unwrap()
     }
@@ -394,6 +408,12 @@ mod tests {
             ("'\x1c'.isspace()", "True"),
             ("'tool_result of_É1a'.title()", "'Tool_Result Of_É1A'"),
             ("'a=b'.partition('=')", "'a', '=', 'b'"),
+            ("x | default, x | default('a'), x | default(default_value='b')", "'', 'a', 'b'"),
+            (
+                "'' | default('a'), '' | default('a', true), false | default('a', boolean=true)",
+                "'', 'a', 'a'",
+            ),
+            ("none | default('a'), 'b' | default('a', boolean=true)", "None, 'b'"),
             ("'a\n\nb\n' | indent(2)", "'a\\n\\n  b\\n'"),
             ("'a\n\nb' | indent('> ', true, blank=true)", "'> a\\n> \\n> b'"),
             ("'' | indent(first=true)", "'    '"),

@@ -37,6 +37,10 @@ pub(super) fn rewrite(template: &str) -> (String, bool) {
             }
             "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endcall", 1)),
             "macro" | "call" => out.push_str(&body(start, end)),
+            // Jinja keeps a line feed after this tag, unless the tag says otherwise.
+            "raw" if template[copied..].starts_with('\n') && !tag.ends_with("-%}") => {
+                out.extend([tag, "\n"]);
+            }
             _ => out.push_str(tag),
         }
     }

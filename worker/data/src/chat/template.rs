@@ -65,6 +65,8 @@ impl Template {
         environment.add_filter("tojson", json::to_json);
         environment.add_filter("trim", python::trim);
         environment.add_filter("indent", python::indent);
+        environment.add_filter("default", python::default);
+        environment.add_filter("d", python::default);
         environment.add_filter("string", |value: &Value| python::text(value).map(Cow::into_owned));
         environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
         environment.add_test("sequence", python::is_sequence);
@@ -253,6 +255,21 @@ mod tests {
         let messages = json!([{"role": "user", "content": "a\r\nb"}]);
         let template = "<user>\r\n{{ messages[0].content }}\r{% if true %}\r\nc{% endif %}";
         assert_eq!(rendered(template, &messages).unwrap(), "<user>\na\r\nb\nc");
+    }
+
+    #[test]
+    fn white_space_around_raw_blocks_is_that_of_jinja() {
+        let messages = json!([{"role": "user", "content": "a"}]);
+        for (template, expected) in [
+            ("{% raw %}\n{{ a }}\n{% endraw %}\nb", "\n{{ a }}\nb"),
+            ("{%- raw -%}\n{{ a }}\n{%- endraw %}\nb", "{{ a }}b"),
+            ("{% raw %} {{ a }}\n\n{% endraw %}b", " {{ a }}\n\nb"),
+        ] {
+            assert_eq!(
+                rendered(&format!("{{{{ messages[0].content }}}}{template}"), &messages).unwrap()[1..],
+                *expected
+            );
+        }
     }
 
     #[test]
