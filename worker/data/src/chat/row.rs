@@ -13,6 +13,16 @@ const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 const SHAREGPT_ROLES: [(&str, &str); 5] =
     [("human", "user"), ("user", "user"), ("gpt", ASSISTANT), ("assistant", ASSISTANT), ("system", "system")];
 
+/// Keys by which other trainers leave an answer out of the loss, and the value that does.
+const OTHER_WEIGHTS: [(&str, bool); 6] = [
+    ("train", false),
+    ("training", false),
+    ("trainable", false),
+    ("loss", false),
+    ("mask", true),
+    ("masked", true),
+];
+
 /// Contents of a row.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Row {
@@ -179,6 +189,20 @@ pub(crate) fn is_counted(message: &Value) -> bool {
     weight != Some(0.0)
 }
 
+/// Refuses an answer that is left out of the loss by a key that is not read: it would be trained on.
+fn check_other_weights(answer: &Value, at: &str) -> Result<(), String> {
+    for (key, leaves_out) in OTHER_WEIGHTS {
+        let Ok(value) = answer.get_attr(key) else { continue };
+        if matches!(value.kind(), ValueKind::Bool | ValueKind::Number) && value.is_true() == leaves_out {
+            return Err(format!(
+                "`{at}.{key}` is {value}, which is not read\nhelp: leave the message out of the loss with \
+                 `\"weight\": 0`, or remove the key"
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// Checks messages. Keys without a value are left out, as `transformers` does.
 pub(crate) fn messages(list: &Value, name: &str) -> Result<Vec<Value>, String> {
     if list.kind() != ValueKind::Seq {
@@ -207,6 +231,9 @@ fn message(message: &Value, at: &str) -> Result<Value, String> {
             return Err(format!("`{at}` has `from` and `value`; expected `role` and `content`"));
         }
         None => return Err(format!("`{at}` has no `role`")),
+    }
+    if has_role(message, ASSISTANT) {
+        check_other_weights(message, at)?;
     }
     match has("content") {
         Some(content) => check_content(content, at)?,
@@ -284,6 +311,9 @@ fn conversations(list: &Value) -> Result<Vec<Value>, String> {
                 from.escape_debug()
             )
         })?;
+        if role == ASSISTANT {
+            check_other_weights(&message, &at)?;
+        }
         let weight = message.get_attr("weight").ok().filter(|weight| !weight.is_undefined());
         let pairs = [("role", Value::from(role)), ("content", Value::from(&*value))];
         let pairs = pairs.into_iter().chain(weight.map(|weight| ("weight", weight)));

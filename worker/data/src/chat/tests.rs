@@ -292,6 +292,18 @@ fn rows_of_other_forms_are_chats_or_texts() {
             .unwrap_err()
             .contains("`messages[1].weight` is 0.5")
     );
+    // Keys of other trainers for the same are not read.
+    for (from, to, at) in [
+        (": 0}", ": false}", "`messages[1].train` is False"),
+        (": 0.0}", ": 0}", "`conversations[1].train` is 0"),
+    ] {
+        let text = if from == ": 0}" { weights } else { sharegpt };
+        let other = text.replace(&format!("\"weight\"{from}"), &format!("\"train\"{to}"));
+        let error = trained_on(CHATML, &other).unwrap_err();
+        assert!(error.contains(at) && error.contains("\"weight\": 0"), "{error}");
+        assert!(trained_on(CHATML, &other.replace(to, ": true}")).is_ok());
+        assert!(trained_on(CHATML, &other.replace("train", "masked").replace(to, ": true}")).is_err());
+    }
     assert!(
         trained_on(CHATML, &weights.replace(": 1}", ": 0}")).unwrap_err().contains("no token to train on")
     );
