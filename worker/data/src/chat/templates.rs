@@ -85,7 +85,7 @@ impl Templates {
         }
         let with_tools = sources.with_tools.map(|source| Template::new(&source, tokens())).transpose()?;
         let default = Template::new(&default, tokens())?;
-        let files = dir.as_deref().map(Files::read);
+        let files = dir.as_deref().map(Files::read).transpose().map_err(|error| error.to_string())?;
         let declared = files.iter().flat_map(Files::added_tokens).map(|token| token.content).collect();
         Ok(Self { default, with_tools, tokens: declared, hash: hash(hashed.as_bytes()), copies })
     }

@@ -1,10 +1,12 @@
 //! Tokens declared in files next to a `tokenizer.json`.
 
 use std::collections::{HashMap, HashSet};
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
+
+use super::TokenizerError;
 
 /// Size limit of these files. Chat templates have up to 100 KB.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -26,7 +28,7 @@ pub(super) struct Declared {
     pub(super) bos: Option<u32>,
 }
 
-/// The files that are read with a `tokenizer.json`. They are optional: a missing or broken file declares nothing.
+/// The files that are read with a `tokenizer.json`. They are optional: a missing file declares nothing.
 #[derive(Debug)]
 pub(crate) struct Files {
     /// `tokenizer_config.json`.
@@ -40,17 +42,15 @@ pub(crate) struct Files {
 }
 
 impl Files {
-    pub(crate) fn read(dir: &Path) -> Self {
-        let object = |name: &str| match read_json(&dir.join(name)) {
-            Some(Value::Object(object)) => object,
-            _ => Map::new(),
-        };
-        Self {
-            config: object("tokenizer_config.json"),
-            map: object("special_tokens_map.json"),
-            added: object("added_tokens.json"),
-            model: ["generation_config.json", "config.json"].map(object),
-        }
+    pub(crate) fn read(dir: &Path) -> Result<Self, TokenizerError> {
+        let object = |name: &str| read_object(&dir.join(name));
+        Ok(Self {
+            config: object("tokenizer_config.json")?,
+            map: object("special_tokens_map.json")?,
+            added: object("added_tokens.json")?,
+            // The last one is not always that of a model.
+            model: [object("generation_config.json")?, object("config.json").unwrap_or_default()],
+        })
     }
 
     /// Returns the ids of special tokens, in the order of precedence of Python's libraries.
@@ -203,8 +203,15 @@ fn declaration<'a>(
     map.or_else(|| config.get(name))
 }
 
-fn read_json(path: &Path) -> Option<Value> {
+/// Reads an object of JSON, which is empty if there is no such file.
+fn read_object(path: &Path) -> Result<Map<String, Value>, TokenizerError> {
+    let failed = |reason: String| TokenizerError::Read { path: path.into(), reason };
+    let file = match std::fs::File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Map::new()),
+        Err(error) => return Err(failed(error.to_string())),
+    };
     let mut json = Vec::new();
-    std::fs::File::open(path).ok()?.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut json).ok()?;
-    serde_json::from_slice(&json).ok()
+    file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut json).map_err(|error| failed(error.to_string()))?;
+    serde_json::from_slice(&json).map_err(|error| failed(format!("not an object of JSON: {error}")))
 }

@@ -156,7 +156,7 @@ impl Tokenizer {
         if json.starts_with(crate::LFS_POINTER) {
             return Err(TokenizerError::Read { path: path.into(), reason: crate::LFS_REASON.into() });
         }
-        let files = Files::read(dir);
+        let files = Files::read(dir)?;
         Self::named(&name, &json, &files.added_tokens(), &|added| files.ids(added))
             .map_err(|reason| TokenizerError::Format { name: path.display().to_string(), reason })
     }

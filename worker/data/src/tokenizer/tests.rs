@@ -320,3 +320,26 @@ fn slow_expressions_are_errors_and_invalid_ones_are_refused() {
     let error = Tokenizer::from_json(pairs(&split(&["(unclosed"]), &Value::Null).as_bytes()).unwrap_err();
     assert!(error.to_string().contains("parenthesis"), "{error}");
 }
+
+#[test]
+fn broken_files_beside_a_tokenizer_are_refused() {
+    let byte_level =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join(crate::TOKENIZER_FILE);
+    std::fs::write(&file, pairs(&byte_level, &Value::Null)).unwrap();
+    let names =
+        ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"];
+    for name in names {
+        let path = dir.path().join(name);
+        for text in ["{\"eos_token\": ", "[]", "version https://git-lfs.github.com/spec/v1"] {
+            std::fs::write(&path, text).unwrap();
+            let error = Tokenizer::from_file(&file).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains("not an object of JSON"), "{error}");
+        }
+        std::fs::remove_file(path).unwrap();
+    }
+    // Directories of other programs have such files, too.
+    std::fs::write(dir.path().join("config.json"), "// settings").unwrap();
+    Tokenizer::from_file(&file).unwrap();
+}
