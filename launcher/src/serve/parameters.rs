@@ -104,14 +104,21 @@ impl Parameters {
     /// Checks that no parameter remains that would change the result. `samples` is the number of texts per prompt.
     pub(super) fn finish(self, samples: usize) -> Result<()> {
         // Parameters that are not supported, with the values that ask for nothing.
-        let neutral: [(&str, &[Value]); 11] = [
+        let neutral: [(&str, &[Value]); 18] = [
+            ("add_generation_prompt", &[json!(true)]),
             ("best_of", &[json!(samples)]),
+            ("chat_template_kwargs", &[json!({})]),
+            ("continue_final_message", &[json!(false)]),
             ("frequency_penalty", &[json!(0), json!(0.0)]),
             ("function_call", &[json!("none")]),
             ("functions", &[json!([])]),
+            ("ignore_eos", &[json!(false)]),
             ("logit_bias", &[json!({})]),
+            ("min_p", &[json!(0), json!(0.0)]),
+            ("min_tokens", &[json!(0)]),
             ("modalities", &[json!(["text"])]),
             ("presence_penalty", &[json!(0), json!(0.0)]),
+            ("repetition_penalty", &[json!(1), json!(1.0)]),
             ("response_format", &[json!({"type": "text"})]),
             ("suffix", &[json!("")]),
             ("tool_choice", &[json!("none"), json!("auto")]),
@@ -154,6 +161,7 @@ mod tests {
         let harmless = json!({
             "user": "me", "logit_bias": {}, "frequency_penalty": 0, "best_of": 2, "tools": null, "suffix": null,
             "response_format": {"type": "text"}, "presence_penalty": 0.0, "metadata": {"a": 1},
+            "repetition_penalty": 1.0, "min_p": 0, "min_tokens": 0, "chat_template_kwargs": {},
         });
         assert_eq!(parameters(&harmless).finish(2), Ok(()));
         for (name, value) in [
@@ -164,6 +172,7 @@ mod tests {
             ("tools", json!([{"type": "function"}])),
             ("guided_json", json!({})),
             ("min_p", json!(0.1)),
+            ("repetition_penalty", json!(1.1)),
         ] {
             let error = parameters(&json!({ name: value })).finish(2).unwrap_err();
             assert_eq!((error.param.as_deref(), error.status.as_u16()), (Some(name), 400));
