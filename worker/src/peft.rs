@@ -395,6 +395,18 @@ mod tests {
     }
 
     #[test]
+    fn adapter_in_a_pickle_is_refused_as_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let shape = Arch::Llama.base();
+        write(dir.path(), Path::new("base"), &shape, &[], |_| true);
+        let weights = dir.path().join(ADAPTER_WEIGHTS);
+        fs_err::rename(weights, dir.path().join("adapter_model.bin")).unwrap();
+        let base = Weights::File("base".into());
+        let error = base.with_adapter(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("adapter_model.bin") && error.contains("save_pretrained"), "{error}");
+    }
+
+    #[test]
     fn layers_that_peft_did_not_adapt_keep_their_weights() {
         let shape = ModelShape { layers: 3, ..Arch::Llama.base() };
         let last = |name: &str| name.contains(".layers.2.");

@@ -127,6 +127,7 @@ impl Weights {
         if !path.is_dir() {
             return Err(ModelError::Read { path: path.into(), reason: hub::missing(path) }.into());
         }
+        refuse_other_weights(path)?;
         let (path, _) = directory::locate(path)?;
         let state = directory::state(&path)?;
         let Some(adapted) = state.adapted.clone() else {
