@@ -4,7 +4,6 @@ use xlaunch_spec::model::{Activation, NormKind, PRESETS, QkNorm, Router};
 
 use super::*;
 use crate::huggingface::fixtures;
-use crate::model::layout::Layout;
 
 fn read(config: &Value) -> Result<ModelShape, ModelError> {
     parse(Path::new("config.json"), config.to_string().as_bytes())
