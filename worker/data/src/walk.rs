@@ -17,10 +17,20 @@ pub const WILDCARDS: [char; 4] = ['*', '?', '[', '{'];
 /// Files that mark a directory as a cache or a virtual environment.
 const MARKS: [&str; 2] = ["CACHEDIR.TAG", "pyvenv.cfg"];
 
-/// Returns the leading components of a glob, up to the first one with a wildcard.
-pub fn literal_base(glob: &Path) -> PathBuf {
+/// Splits a glob into its leading components without wildcards, and the rest, which is matched by paths relative to
+/// them. Directories whose names look like globs, such as `run[1]`, belong to the former if they exist.
+pub fn split(glob: &Path) -> (PathBuf, PathBuf) {
     let wild = |part: &Component<'_>| part.as_os_str().to_string_lossy().contains(WILDCARDS);
-    glob.components().take_while(|part| !wild(part)).collect()
+    let mut base = PathBuf::new();
+    for part in glob.components() {
+        let next = base.join(part);
+        if wild(&part) && !next.exists() {
+            break;
+        }
+        base = next;
+    }
+    let rest = glob.strip_prefix(&base).unwrap_or(glob).to_path_buf();
+    (base, rest)
 }
 
 /// Returns the files below `base`, sorted by name within each directory. Leaves out directories for which `skip` is

@@ -18,11 +18,11 @@ pub(super) fn matching(
     let mut files = Vec::new();
     for pattern in patterns {
         // Remove `.` and `..`: the paths from walkdir have none.
-        let (base, rest) = split(&normalize(Path::new(pattern)));
-        match rest {
-            None if base.is_file() => files.push(base),
-            None => {}
-            Some(rest) => search(&base, &glob(key, pattern, &base.join(rest))?, skip, &mut files)?,
+        let (base, rest) = walk::split(&normalize(Path::new(pattern)));
+        if !rest.as_os_str().is_empty() {
+            search(&base, &glob(key, pattern, &rest)?, skip, &mut files)?;
+        } else if base.is_file() {
+            files.push(base);
         }
     }
     files.sort();
@@ -34,15 +34,8 @@ pub(super) fn matching(
     Ok(files)
 }
 
-/// Splits a pattern into its leading components without wildcards, and the rest, if any.
-fn split(pattern: &Path) -> (PathBuf, Option<PathBuf>) {
-    let base = walk::literal_base(pattern);
-    let rest = pattern.strip_prefix(&base).unwrap_or(pattern).to_path_buf();
-    (base, (!rest.as_os_str().is_empty()).then_some(rest))
-}
-
-fn glob(key: &'static str, pattern: &str, full: &Path) -> Result<String, DataError> {
-    let glob = full.to_string_lossy().into_owned();
+fn glob(key: &'static str, pattern: &str, rest: &Path) -> Result<String, DataError> {
+    let glob = rest.to_string_lossy().into_owned();
     match fast_glob::validate(&glob) {
         Ok(()) => Ok(glob),
         Err(error) => Err(DataError::Glob { key, pattern: pattern.into(), reason: error.to_string() }),
@@ -50,7 +43,10 @@ fn glob(key: &'static str, pattern: &str, full: &Path) -> Result<String, DataErr
 }
 
 fn search(base: &Path, glob: &str, skip: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataError> {
-    let matches = |path: &Path| fast_glob::glob_match(glob, path.as_os_str().as_encoded_bytes());
+    let matches = |path: &Path| {
+        let path = path.strip_prefix(base).unwrap_or(path);
+        fast_glob::glob_match(glob, path.as_os_str().as_encoded_bytes())
+    };
     for entry in walk::files_below(base, |path| path == skip) {
         match entry {
             Ok(entry) if matches(entry.path()) => {
@@ -92,6 +88,12 @@ mod tests {
         assert_eq!(names(&pattern("*.md")), ["a.md", "b.md"]);
         assert_eq!(names(&pattern("{a,sub/?}.{md,txt}")), ["a.md", "sub/c.md", "sub/d.txt"]);
         assert_eq!(names(&pattern(".git/e.md")), [".git/e.md"]);
+        // Names that look like globs.
+        fs_err::create_dir(root.join("run[1]")).unwrap();
+        fs_err::write(root.join("run[1]/a{b}.md"), "x").unwrap();
+        for text in ["run[1]/*.md", "run[1]/a{b}.md", "run*/a*.md", "[r-z]un*/?{[{]b}}.md"] {
+            assert_eq!(names(&pattern(text)), ["run[1]/a{b}.md"], "{text}");
+        }
         std::os::unix::fs::symlink("../.git/e.md", root.join("sub/link.bin")).unwrap();
         assert_eq!(names(&pattern("sub/*.bin")), ["sub/link.bin"]);
         let error = matching("data.train", &pattern("*.bin"), &root).unwrap_err().to_string();

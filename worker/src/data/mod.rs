@@ -70,7 +70,7 @@ pub enum DataError {
          `--resume-changed`"
     )]
     Changed { before: String, now: String },
-    #[error("{key}: {source}; run it, or name files, such as `DIR/*.txt`")]
+    #[error("{key}: {source}; prepare it, or name files, such as `DIR/*.txt`")]
     NotPrepared { key: &'static str, source: ManifestError },
     #[error("{key}: the directory {} must be the only entry", dir.display())]
     SeveralSources { key: &'static str, dir: PathBuf },

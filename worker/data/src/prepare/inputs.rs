@@ -40,11 +40,12 @@ fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
         Ok(metadata) if metadata.is_dir() => search(path, None, output, argument),
         Ok(_) => Ok(vec![path.into()]),
         Err(_) if argument.contains(walk::WILDCARDS) => {
-            let glob = path.to_string_lossy();
+            let (base, rest) = walk::split(path);
+            let glob = rest.to_string_lossy();
             if let Err(error) = fast_glob::validate(glob.as_ref()) {
                 return Err(PrepareError::Usage(format!("`{argument}` is not a valid glob: {error}")));
             }
-            search(&walk::literal_base(path), Some(&glob), output, argument)
+            search(&base, Some(&glob), output, argument)
         }
         Err(error) => Err(PrepareError::read(argument, &error)),
     }
@@ -70,7 +71,10 @@ fn search(
         };
         let hidden = entry.file_name().to_string_lossy().starts_with('.');
         let matches = match glob {
-            Some(glob) => fast_glob::glob_match(glob, path.as_os_str().as_encoded_bytes()),
+            Some(glob) => {
+                let path = path.strip_prefix(base).unwrap_or(path);
+                fast_glob::glob_match(glob, path.as_os_str().as_encoded_bytes())
+            }
             None => !hidden,
         };
         if matches {
@@ -94,9 +98,17 @@ mod tests {
     fn directories_and_globs_skip_caches_hidden_files_and_output() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().canonicalize().unwrap();
-        for file in
-            ["b.txt", "a.txt", "sub/c.txt", ".git/d.txt", ".e.txt", "target/f.txt", "out/g.txt", "h[1]"]
-        {
+        for file in [
+            "b.txt",
+            "a.txt",
+            "sub/c.txt",
+            ".git/d.txt",
+            ".e.txt",
+            "target/f.txt",
+            "out/g.txt",
+            "h[1]",
+            "run[1]/i.txt",
+        ] {
             let path = root.join(file);
             fs_err::create_dir_all(path.parent().unwrap()).unwrap();
             fs_err::write(path, "x").unwrap();
@@ -111,7 +123,8 @@ mod tests {
             };
             find(&arguments, &root.join("out")).unwrap().into_iter().map(name).collect()
         };
-        assert_eq!(names(&["."]), ["a.txt", "b.txt", "h[1]", "sub/c.txt"]);
+        assert_eq!(names(&["."]), ["a.txt", "b.txt", "h[1]", "run[1]/i.txt", "sub/c.txt"]);
+        assert_eq!(names(&["run[1]/*.txt"]), ["run[1]/i.txt"]);
         assert_eq!(names(&["sub", "*.txt", "sub/*"]), ["sub/c.txt", ".e.txt", "a.txt", "b.txt"]);
         assert_eq!(names(&["h[1]", ".git/d.txt"]), ["h[1]", ".git/d.txt"]);
         let refusal = |argument: &str| find(&[argument.to_owned()], &root).unwrap_err().to_string();
