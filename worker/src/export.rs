@@ -14,9 +14,11 @@ use crate::checkpoint::{self, Abandoned, Adapted, CheckpointError, Piece, Sink, 
 use crate::error::Result;
 use crate::huggingface::destination::Destination;
 use crate::huggingface::writer::{Plan, Writer, write_error};
-use crate::huggingface::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, ModelError, card, config, tensor_names};
+use crate::huggingface::{
+    ADAPTER_CONFIG, ADAPTER_WEIGHTS, Directory, INDEX, ModelError, card, config, tensor_names,
+};
 use crate::model::layout::Layout;
-use crate::peft;
+use crate::peft::{self, PeftDirectory};
 use crate::weights::Weights;
 
 pub use crate::huggingface::writer::ExportDtype;
@@ -76,6 +78,7 @@ pub fn export(options: &Export) -> Result<Exported> {
 }
 
 pub(crate) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<Exported> {
+    refuse_exported(&options.checkpoint)?;
     let (path, rejected) = directory::locate(&options.checkpoint)?;
     let state = directory::state(&path)?;
     state
@@ -123,6 +126,19 @@ pub(crate) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
     let notes = rejected.iter().map(|(_, error)| error.to_string()).collect();
     let tokenizer = tokenizer.map(|tokenizer| tokenizer.name().to_owned());
     Ok(Exported { checkpoint: path, step: state.step, output, bytes, tokenizer, notes })
+}
+
+/// Refuses a directory that has the layout of an export.
+fn refuse_exported(path: &Path) -> Result<()> {
+    let what = if PeftDirectory::is_one(path) {
+        "an adapter in PEFT's layout"
+    } else if Directory::is_one(path) {
+        "a model in Hugging Face's layout"
+    } else {
+        return Ok(());
+    };
+    let reason = format!("it is {what} already; name a checkpoint or a run");
+    Err(ModelError::Read { path: path.into(), reason }.into())
 }
 
 /// Requires that a checkpoint has the content to export.

@@ -141,6 +141,8 @@ fn checkpoint_run_and_directory_are_exported_and_read_alike() {
         let config: Value = serde_json::from_slice(&fs::read(output.join("config.json")).unwrap()).unwrap();
         assert_eq!((&config["vocab_size"], &config["eos_token_id"]), (&json!(1100), &Value::Null));
         assert!(output.join("tokenizer.json").exists() && output.join("README.md").exists());
+        let error = export(&options(&output, &dir.path().join("again"))).unwrap_err().to_string();
+        assert!(error.contains("a model in Hugging Face's layout already"), "{error}");
     }
 }
 
