@@ -234,6 +234,10 @@ fn eval_gives_the_validation_loss_of_training() {
     assert_eq!(eval(&[]).code, 2);
     assert_eq!(eval(&["--data", "nothing/*.txt"]).code, 65);
     assert_eq!(eval(&["--hellaswag", "text/a.txt"]).code, 65);
+    let prepare = ["data", "prepare", "--tokenizer", "bytes", "--val", "0", "--output", "none", "text"];
+    assert_eq!(run(&job, &prepare).code, 0);
+    let none = eval(&["--data", "none"]);
+    assert!(none.code == 65 && none.stderr.contains("none has no validation data"), "{}", none.stderr);
     // llm.c's header and ids.
     let header = [20_240_520, 1, 100].into_iter().chain([0; 253]).flat_map(i32::to_le_bytes);
     job.write("ids.bin", header.chain([0; 200]).collect::<Vec<u8>>());

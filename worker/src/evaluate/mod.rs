@@ -109,6 +109,9 @@ impl Held {
             }
         }
         let tokens = prepared.val(shape.vocab).map_err(data)?;
+        if tokens.len() == 0 {
+            return Err(refused(format!("{dir} has no validation data: prepare it with `--val`")));
+        }
         let mode = prepared.default_documents();
         if mode != DocumentMode::Packed {
             check_length(&tokens, seq)?;
