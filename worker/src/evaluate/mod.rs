@@ -109,7 +109,7 @@ impl Held {
             }
         }
         let tokens = prepared.val(shape.vocab).map_err(data)?;
-        if tokens.len() == 0 {
+        if tokens.is_empty() {
             return Err(refused(format!("{dir} has no validation data: prepare it with `--val`")));
         }
         let mode = prepared.default_documents();
