@@ -315,8 +315,8 @@ fn first_loss_and_held_out_loss_are_those_of_the_tokens_that_count() {
                 [&batch.tokens, &batch.targets, &documents.first, &documents.last].map(|x| tensor(x));
             let losses = rank.backend.alloc(DType::F32, batch.tokens.len()).unwrap();
             let documents = Some(Documents { first: first.all(), last: last.all() });
-            let acts = rank.model.forward(Rows { batch: 2, seq: 40, documents }, tokens.all()).unwrap();
-            rank.model.loss(&acts, targets.all(), losses.all()).unwrap();
+            let output = rank.model.output(Rows { batch: 2, seq: 40, documents }, tokens.all()).unwrap();
+            rank.model.loss(&output, targets.all(), losses.all()).unwrap();
             let mut values = vec![0.0; losses.len()];
             rank.backend.read_f32(losses.all(), &mut values).unwrap();
             let counted = values.iter().zip(&batch.targets).filter(|(_, target)| **target != IGNORED);

@@ -216,8 +216,8 @@ impl<'a> PassOver<'a> {
     }
 
     fn loss(&self) -> f64 {
-        let acts = self.model.forward(self.rows, self.tokens.all()).unwrap();
-        self.model.loss(&acts, self.targets.all(), self.losses.all()).unwrap();
+        let output = self.model.output(self.rows, self.tokens.all()).unwrap();
+        self.model.loss(&output, self.targets.all(), self.losses.all()).unwrap();
         let mut losses = vec![0.0; self.losses.len()];
         self.backend.read_f32(self.losses.all(), &mut losses).unwrap();
         losses.into_iter().map(f64::from).sum()

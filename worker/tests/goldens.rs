@@ -306,7 +306,7 @@ impl Fixture {
         self.backend.write_i32(self.targets.all(), targets).unwrap();
         let acts = self.model.forward(ROWS, self.tokens.all()).unwrap();
         let vocab = self.model.shape.vocab;
-        let padded = read(&self.backend, &self.model.logits(&acts, 0..ROWS.count()).unwrap());
+        let padded = read(&self.backend, &self.model.logits(&acts.output, 0..ROWS.count()).unwrap());
         let rows = padded.chunks(padded.len() / ROWS.count());
         let logits = rows.flat_map(|row| row[..vocab].to_vec()).collect();
         let (scale, acc) = (self.backend.alloc(DType::F32, 1).unwrap(), Accumulate::Overwrite);
@@ -470,8 +470,8 @@ fn losses_in_chunks_match_pytorch(backend: fn() -> BackendHandle) {
         compare_all(&f);
         f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
         let trained = read(&f.backend, &f.losses);
-        let acts = f.model.forward(ROWS, f.tokens.all()).unwrap();
-        f.model.loss(&acts, f.targets.all(), f.losses.all()).unwrap();
+        let output = f.model.output(ROWS, f.tokens.all()).unwrap();
+        f.model.loss(&output, f.targets.all(), f.losses.all()).unwrap();
         assert_eq!(read(&f.backend, &f.losses), trained, "{}", case.name);
     }
 }
@@ -592,7 +592,7 @@ fn fp8_is_near_pytorch(backend: fn() -> BackendHandle) {
         near_pytorch(&f, FP8_TOLERANCE);
         let (_, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
         assert!(relative(&logits, &f.golden.floats["logits"]) > 5e-3, "{}", case.name);
-        let sample = f.model.forward(Rows::new(1, 13), f.tokens.slice(0..13)).unwrap();
+        let sample = f.model.output(Rows::new(1, 13), f.tokens.slice(0..13)).unwrap();
         let next = read(&f.backend, &f.model.logits(&sample, 12..13).unwrap());
         assert!(next.iter().all(|logit| logit.is_finite()), "{}", case.name);
     }

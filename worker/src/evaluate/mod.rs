@@ -189,8 +189,8 @@ fn losses(
     let documents = bounds.as_ref().map(|[first, last]| Documents { first: first.all(), last: last.all() });
     let rows = Rows { batch, seq, documents };
     let losses = backend.alloc(DType::F32, rows.count())?;
-    let acts = model.forward(rows, tokens.all())?;
-    model.loss(&acts, targets.all(), losses.all())?;
+    let output = model.output(rows, tokens.all())?;
+    model.loss(&output, targets.all(), losses.all())?;
     let mut values = vec![0.0; losses.len()];
     backend.read_f32(losses.all(), &mut values)?;
     Ok(values)

@@ -232,8 +232,8 @@ mod tests {
         fn loss(&self) -> f64 {
             let backend = &self.model.backend;
             let losses = backend.alloc(DType::F32, rows().count()).unwrap();
-            let acts = self.model.forward(rows(), self.tokens.all()).unwrap();
-            self.model.loss(&acts, self.targets.all(), losses.all()).unwrap();
+            let output = self.model.output(rows(), self.tokens.all()).unwrap();
+            self.model.loss(&output, self.targets.all(), losses.all()).unwrap();
             let mut values = vec![0.0; losses.len()];
             backend.read_f32(losses.all(), &mut values).unwrap();
             values.iter().map(|loss| f64::from(*loss)).sum::<f64>() / values.len() as f64
@@ -357,8 +357,8 @@ mod tests {
             decoder.read_logits(0, &mut logits).unwrap();
             let ids = model.backend.alloc(DType::I32, prompt.len()).unwrap();
             model.backend.write_i32(ids.all(), &prompt.map(|id: u32| i32::try_from(id).unwrap())).unwrap();
-            let acts = model.forward(Rows::new(1, prompt.len()), ids.all()).unwrap();
-            let expected = model.logits(&acts, prompt.len() - 1..prompt.len()).unwrap();
+            let output = model.output(Rows::new(1, prompt.len()), ids.all()).unwrap();
+            let expected = model.logits(&output, prompt.len() - 1..prompt.len()).unwrap();
             let mut values = vec![0.0; expected.len()];
             model.backend.read_f32(expected.all(), &mut values).unwrap();
             let distance = logits.iter().zip(&values).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

@@ -44,9 +44,9 @@ impl Model {
         let _tag = xlaunch_pool::tag("backward");
         let vectors = self.layout.is_frozen().then(|| 2 * self.widest_vector());
         let discarded = vectors.map(|len| self.backend.alloc(DType::F32, len)).transpose()?;
-        let pass = Pass { rows: acts.rows, grads, acc, discarded: discarded.as_ref() };
+        let pass = Pass { rows: acts.output.rows, grads, acc, discarded: discarded.as_ref() };
         progress(Progress::NextPart)?;
-        let dx = Rc::new(self.top_backward(pass, acts.last.split().1, &dy)?);
+        let dx = Rc::new(self.top_backward(pass, acts.output.last.split().1, &dy)?);
         if !self.shape.tied && !self.layout.is_frozen() {
             progress(Progress::Finished(self.layout.top_end))?;
         }

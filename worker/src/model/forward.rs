@@ -1,4 +1,4 @@
-//! Forward: from tokens to the output of the final norm. Keeps the activations that backward needs.
+//! Forward: from tokens to the output of the final norm. Keeps the activations that backward needs, if it follows.
 
 use std::rc::Rc;
 
@@ -15,13 +15,20 @@ use super::pass::{OnProgress, Progress};
 use super::saved_activations::{Block, Heads, Inputs, Mlp, Normed, SavedActivations, Unnormed};
 use super::{Model, Rows, attention_shape, narrow};
 
+/// What the head reads.
+#[derive(Debug)]
+pub struct Output<'a> {
+    pub(super) rows: Rows<'a>,
+    /// Input, output and statistics of the final norm.
+    pub(super) last: Normed,
+}
+
 /// The activations that backward needs. Backward frees each tensor after its last use.
 #[derive(Debug)]
 pub struct Activations<'a> {
-    pub(super) rows: Rows<'a>,
+    /// What the head reads.
+    pub output: Output<'a>,
     pub(super) blocks: Vec<SavedActivations>,
-    /// Input, output and statistics of the final norm.
-    pub(super) last: Normed,
 }
 
 impl Model {
@@ -37,10 +44,38 @@ impl Model {
         &self,
         rows: Rows<'a>,
         tokens: Slice<'_>,
-        mut progress: impl FnMut(Progress) -> std::result::Result<(), E>,
+        progress: impl FnMut(Progress) -> std::result::Result<(), E>,
     ) -> std::result::Result<Activations<'a>, E> {
-        let _tag = xlaunch_pool::tag("forward");
         let mut blocks = Vec::with_capacity(self.shape.layers);
+        let keep = |block| blocks.push(SavedActivations::new(block, self.memory.recompute));
+        let output = self.forward_blocks(rows, tokens, progress, keep)?;
+        Ok(Activations { output, blocks })
+    }
+
+    /// Same as [`forward`](Self::forward) without backward: each block's activations are freed after it.
+    pub fn output<'a>(&self, rows: Rows<'a>, tokens: Slice<'_>) -> Result<Output<'a>> {
+        assert_eq!(self.layout.expert_groups.size, 1, "experts are on other ranks");
+        self.output_with_progress(rows, tokens, |_| Ok(()))
+    }
+
+    /// Same as [`forward_with_progress`](Self::forward_with_progress) without backward.
+    pub fn output_with_progress<'a, E: From<EngineError>>(
+        &self,
+        rows: Rows<'a>,
+        tokens: Slice<'_>,
+        progress: impl FnMut(Progress) -> std::result::Result<(), E>,
+    ) -> std::result::Result<Output<'a>, E> {
+        self.forward_blocks(rows, tokens, progress, drop)
+    }
+
+    fn forward_blocks<'a, E: From<EngineError>>(
+        &self,
+        rows: Rows<'a>,
+        tokens: Slice<'_>,
+        mut progress: impl FnMut(Progress) -> std::result::Result<(), E>,
+        mut keep: impl FnMut(Block),
+    ) -> std::result::Result<Output<'a>, E> {
+        let _tag = xlaunch_pool::tag("forward");
         progress(Progress::NextPart)?;
         let x = Rc::new(self.embed(rows, tokens)?);
         let mut stream = self.norm(rows, x, self.layout.blocks[0].ln1.as_ref())?;
@@ -49,11 +84,11 @@ impl Model {
             let (mut block, beside) = self.block(rows, index, stream, Run::First, &mut progress)?;
             let next = self.layout.norm_after(index);
             stream = self.end_block(rows, &mut block, beside, next, &mut progress)?;
-            blocks.push(SavedActivations::new(block, self.memory.recompute));
+            keep(block);
         }
         progress(Progress::NextPart)?;
         self.scale(stream.y.all(), narrow(self.shape.logit_scale))?;
-        Ok(Activations { rows, blocks, last: stream })
+        Ok(Output { rows, last: stream })
     }
 
     fn embed(&self, rows: Rows<'_>, tokens: Slice<'_>) -> Result<Tensor> {

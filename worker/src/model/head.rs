@@ -2,7 +2,7 @@
 //!
 //! Logits are the largest tensor of a model with a large vocabulary, and only the loss reads them. The loss and its
 //! gradients are therefore computed in chunks of rows, so that the logits of only one chunk are in memory at a time. By
-//! default a single chunk has all rows.
+//! default, training has a single chunk with all rows.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use xlaunch_engine::{
 };
 
 use super::Model;
-use super::forward::Activations;
+use super::forward::{Activations, Output};
 use super::gradient_arena::GradientArena;
 
 /// Outputs for the gradients that are computed along with the loss.
@@ -26,10 +26,14 @@ pub struct LossGradients<'a> {
     pub acc: Accumulate,
 }
 
+/// A chunk of logits with fewer rows than this makes matrix multiplications slow. Evaluation has no larger ones: their
+/// memory would come on top of that of training.
+pub const SMALLEST_CHUNK: usize = 2048;
+
 impl Model {
     /// Computes the logits of `rows` of the pass, `[R, Vp]`.
-    pub fn logits(&self, acts: &Activations<'_>, rows: Range<usize>) -> Result<Tensor> {
-        let logits = self.unbounded_logits(acts, rows)?;
+    pub fn logits(&self, output: &Output<'_>, rows: Range<usize>) -> Result<Tensor> {
+        let logits = self.unbounded_logits(output, rows)?;
         if let Some(cap) = self.logit_softcap() {
             self.backend.run(SoftCap { x: logits.all(), cap })?;
         }
@@ -37,10 +41,10 @@ impl Model {
     }
 
     /// Computes logits before their soft cap, which the classifier applies itself.
-    fn unbounded_logits(&self, acts: &Activations<'_>, rows: Range<usize>) -> Result<Tensor> {
+    fn unbounded_logits(&self, output: &Output<'_>, rows: Range<usize>) -> Result<Tensor> {
         let shape = self.head_shape(rows.len());
         let logits = self.activation(shape.rows * shape.outputs)?;
-        let x = acts.last.y.slice(rows.start * shape.inputs..rows.end * shape.inputs);
+        let x = output.last.y.slice(rows.start * shape.inputs..rows.end * shape.inputs);
         let (w, y) = (self.param(&self.layout.head), logits.all());
         let bias = self.layout.head_bias.as_ref().map(|bias| self.param(bias));
         self.backend.run(LinearForward { shape, x, w, bias, y })?;
@@ -48,9 +52,9 @@ impl Model {
     }
 
     /// Writes the cross-entropy loss of every row to `losses` F32 `[N]`; 0 for ignored targets.
-    pub fn loss(&self, acts: &Activations<'_>, targets: Slice<'_>, losses: Slice<'_>) -> Result<()> {
-        for rows in self.chunks(acts) {
-            let logits = self.unbounded_logits(acts, rows.clone())?;
+    pub fn loss(&self, output: &Output<'_>, targets: Slice<'_>, losses: Slice<'_>) -> Result<()> {
+        for rows in self.chunks(output, SMALLEST_CHUNK) {
+            let logits = self.unbounded_logits(output, rows.clone())?;
             self.classifier(&logits, rows, targets, losses, None)?;
         }
         Ok(())
@@ -60,22 +64,22 @@ impl Model {
     /// final norm's output.
     pub fn loss_and_gradients(
         &self,
-        acts: &Activations<'_>,
+        Activations { output, .. }: &Activations<'_>,
         targets: Slice<'_>,
         losses: Slice<'_>,
         LossGradients { scale, grads, acc }: LossGradients<'_>,
     ) -> Result<Tensor> {
         let dim = self.shape.dim;
-        let dy = self.activation(acts.last.y.len())?;
+        let dy = self.activation(output.last.y.len())?;
         let dw = (!self.layout.is_frozen()).then(|| grads.slice(self.layout.head.clone()));
-        let chunks = self.chunks(acts);
+        let chunks = self.chunks(output, usize::MAX);
         // Every chunk adds to the gradient, which loses precision if the sum is rounded to Bf16 each time.
         let several = chunks.len() > 1 && acc == Accumulate::Overwrite;
         let rounded = dw.filter(|dw| dw.dtype() == DType::Bf16 && several);
         let exact = rounded.map(|dw| self.backend.alloc(DType::F32, dw.len())).transpose()?;
         let sum = exact.as_ref().map(Tensor::all).or(dw);
         for (number, rows) in chunks.enumerate() {
-            let logits = self.unbounded_logits(acts, rows.clone())?;
+            let logits = self.unbounded_logits(output, rows.clone())?;
             self.classifier(&logits, rows.clone(), targets, losses, Some(scale))?;
             let (shape, dlogits) = (self.head_shape(rows.len()), logits.all());
             let elements = rows.start * dim..rows.end * dim;
@@ -83,7 +87,7 @@ impl Model {
             self.backend.run(LinearBackwardInput { shape, dy: dlogits, w, dx })?;
             let Some(dw) = sum else { continue };
             let acc = if number == 0 { acc } else { Accumulate::Add };
-            let x = acts.last.y.slice(elements);
+            let x = output.last.y.slice(elements);
             self.backend.run(LinearBackwardWeight { shape, dy: dlogits, x, dw, acc })?;
             if let Some(bias) = &self.layout.head_bias {
                 let (rows, cols, out) = (shape.rows, shape.outputs, grads.slice(bias.clone()));
@@ -127,11 +131,15 @@ impl Model {
         })
     }
 
-    /// Splits the rows of the pass into chunks of `train.classifier_chunk`.
-    fn chunks(&self, acts: &Activations<'_>) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
-        let rows = acts.rows.count();
-        let most = if self.memory.classifier_chunk == 0 { rows } else { self.memory.classifier_chunk };
-        (0..rows.div_ceil(most)).map(move |chunk| chunk * most..rows.min((chunk + 1) * most))
+    /// Splits the rows of the pass into chunks of `train.classifier_chunk`, or of `default` rows if that is 0.
+    fn chunks(
+        &self,
+        output: &Output<'_>,
+        default: usize,
+    ) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
+        let rows = output.rows.count();
+        let most = if self.memory.classifier_chunk == 0 { default } else { self.memory.classifier_chunk };
+        (0..rows.div_ceil(most)).map(move |chunk| chunk * most..rows.min((chunk + 1).saturating_mul(most)))
     }
 
     fn head_shape(&self, rows: usize) -> LinearShape {

@@ -47,9 +47,9 @@ use xlaunch_spec::job::{JobSpec, Precision, Recompute, TrainSection};
 use xlaunch_spec::model::{self, ModelShape};
 
 pub use backend_handle::BackendHandle;
-pub use forward::Activations;
+pub use forward::{Activations, Output};
 pub use gradient_arena::GradientArena;
-pub use head::LossGradients;
+pub use head::{LossGradients, SMALLEST_CHUNK};
 pub use layout::Group;
 use layout::Layout;
 pub use pass::Progress;

@@ -125,8 +125,8 @@ impl Evaluator {
                     Progress::Finished(_) => Ok(()),
                 }
             };
-            let acts = model.forward_with_progress(self.batch.rows(), self.batch.tokens(), progress)?;
-            Ok(model.loss(&acts, self.batch.targets(), self.losses.all())?)
+            let output = model.output_with_progress(self.batch.rows(), self.batch.tokens(), progress)?;
+            Ok(model.loss(&output, self.batch.targets(), self.losses.all())?)
         })
     }
 

@@ -62,9 +62,9 @@ fn forward(model: &Model, tokens: &[u32]) -> Vec<f32> {
     let mut window: Vec<i32> = tokens.iter().map(|token| id(*token as usize)).collect();
     window.resize(rows.seq, 0);
     model.backend.write_i32(ids.all(), &window).unwrap();
-    let acts = model.forward(rows, ids.all()).unwrap();
+    let output = model.output(rows, ids.all()).unwrap();
     let mut logits = vec![0.0; model.shape.vocab];
-    let last = model.logits(&acts, tokens.len() - 1..tokens.len()).unwrap();
+    let last = model.logits(&output, tokens.len() - 1..tokens.len()).unwrap();
     model.backend.read_f32(last.slice(0..logits.len()), &mut logits).unwrap();
     logits
 }

@@ -35,6 +35,7 @@ fn presets_have_their_published_sizes() {
     assert_eq!(size(2), 124_439_808);
     let of = |name: &str| size(PRESETS.iter().position(|(preset, _)| *preset == name).unwrap());
     for (name, parameters) in [
+        ("speedrun-124m", 123_554_304),
         ("llama-1b", 1_235_814_400),
         ("llama-3b", 3_212_749_824),
         ("llama-8b", 8_030_261_248),
