@@ -42,6 +42,8 @@ SIZES = {
                        vocab=151936, tied=True, qk_norm="head", norm_eps=1e-6, rope_theta=1e6),
     "qwen2.5-0.5b": dict(arch="llama", layers=24, heads=14, kv_heads=2, dim=896, ffn=4864, seq=2048, vocab=151936,
                          tied=True, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6),
+    "speedrun-124m": dict(arch="llama", layers=12, heads=6, kv_heads=6, dim=768, ffn=2048, seq=1024, vocab=50257,
+                          tied=True, qk_norm="head", norm_eps=1e-6),
     "smollm2-135m": dict(arch="llama", layers=30, heads=9, kv_heads=3, dim=576, ffn=1536, seq=2048, vocab=49152,
                          tied=True, rope_theta=1e5),
     "olmo2-1b": dict(arch="llama", layers=16, heads=16, kv_heads=16, dim=2048, ffn=8192, seq=4096, vocab=100352,
@@ -66,7 +68,7 @@ SIZES = {
 # Sequences per GPU.
 BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2,
            "llama-8b": 2, "heads-80": 8, "heads-96": 16, "heads-256": 8, "wide": 4, "long": 1, "long-4k": 4,
-           "smollm-size": 8, "vocab-128k": 16, "qwen3-0.6b": 8, "qwen2.5-0.5b": 8, "smollm2-135m": 16,
+           "smollm-size": 8, "vocab-128k": 16, "qwen3-0.6b": 8, "qwen2.5-0.5b": 8, "smollm2-135m": 16, "speedrun-124m": 32,
            "olmo2-1b": 4, "gemma3-1b": 4, "mistral-8": 4, "pythia-160m": 16,
            "olmoe-4": 8, "qwen3-moe-4": 8, "experts-16": 32}
 # Models whose parameters are divided among the GPUs, because a whole model with its optimizer does not fit into one.

@@ -12,6 +12,9 @@ reached `--target`. Without one, the target is the last loss of PyTorch's AdamW 
 PyTorch is that of `compare.py` (see `peer.py`), with `torch.optim.AdamW`, or `torch.optim.Muon` for the matrices of
 blocks and AdamW for the rest. Its Muon takes queries, keys and values as one matrix; xlaunch divides them.
 
+`xlaunch,speedrun` trains the preset `speedrun-124m` as `deploy/speedrun-124m.toml` does, in place of B: as many
+parameters in blocks of a later design.
+
 By default the data are the Python files of the host, as in `tokens.py`; of every 40 stretches of 8 sequences, one is
 for validation. `--data` names token files instead, of 16 bits without a header. `--set` and `--cpu` are for trials
 without a GPU. Four runs of model B take about eight minutes on a GPU.
@@ -32,7 +35,9 @@ import numpy
 import runner
 from runner import BATCHES, SIZES
 
-RUNS = ["pytorch,adamw", "pytorch,muon", "xlaunch,adamw", "xlaunch,muon"]
+DEFAULT_RUNS = ["pytorch,adamw", "pytorch,muon", "xlaunch,adamw", "xlaunch,muon"]
+RUNS = DEFAULT_RUNS + ["xlaunch,speedrun"]
+SPEEDRUN, SPEEDRUN_LR = SIZES["speedrun-124m"], 3e-3
 WARMUP, DECAY = 100, 0.1
 # Stretches of 8 sequences of which one is for validation.
 STRETCHES = 40
@@ -49,7 +54,7 @@ def parse():
     parser.add_argument("--steps", type=int, default=1_000_000, help="most steps of a run")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--target", type=float)
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=DEFAULT_RUNS)
     parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW")
     parser.add_argument("--muon-lr", type=float, default=0.02, help="of matrices with Muon")
     parser.add_argument("--every", type=int, default=50, help="steps between evaluations")
@@ -74,7 +79,8 @@ def split(options, folder):
         train, val = (numpy.fromfile(path, dtype=numpy.uint16) for path in options.data)
     else:
         path = folder / "all.bin"
-        command = [sys.executable, str(runner.ROOT / "tests/gpu/tokens.py"), str(path), str(options.tokens), str(vocab)]
+        command = [sys.executable, str(runner.ROOT / "tests/gpu/tokens.py"), str(path), str(options.tokens),
+                   str(min(vocab, 1 << 16))]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found = numpy.fromfile(path, dtype=numpy.uint16)
         stretches = found[: len(found) // (8 * seq) * 8 * seq].reshape(-1, 8 * seq)
@@ -87,18 +93,24 @@ def split(options, folder):
 
 def prepare(options, folder, train, seed):
     """Writes the sequences in the order of this seed, and its initial weights."""
+    order = numpy.random.default_rng(seed).permutation(len(train))
+    train[order].tofile(folder / "train.bin")
+    write_weights(options, options.sizes, folder / "init.safetensors", seed)
+    if "xlaunch,speedrun" in options.runs:
+        write_weights(options, SPEEDRUN, folder / "speedrun.safetensors", seed)
+
+
+def write_weights(options, sizes, path, seed):
     import torch
     from safetensors.torch import save_file
     from model import GPT
 
-    order = numpy.random.default_rng(seed).permutation(len(train))
-    train[order].tofile(folder / "train.bin")
     torch.manual_seed(seed)
     with torch.device("cpu" if options.cpu else "cuda"):
-        state = GPT(options.sizes).state_dict()
-    if options.sizes["tied"]:
+        state = GPT(sizes).state_dict()
+    if sizes["tied"]:
         del state["head.weight"]
-    save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, folder / "init.safetensors")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, path)
     del state
     if not options.cpu:
         torch.cuda.empty_cache()
@@ -129,17 +141,20 @@ def read(out, options):
     return [sum(took[i : i + options.every]) for i in range(0, len(losses) * options.every, options.every)], losses
 
 
-def run_xlaunch(options, folder, optimizer):
+def run_xlaunch(options, folder, kind):
     config, _ = runner.configuration(options.model)
+    sizes, weights, lr, optimizer = options.sizes, "init.safetensors", options.lr, kind
+    if kind == "speedrun":
+        sizes, weights, lr, optimizer = SPEEDRUN, "speedrun.safetensors", SPEEDRUN_LR, "muon"
     # The schedule's decay of one step is never reached.
     steps = options.steps + WARMUP + 1
-    settings = {f"model.{key}": value for key, value in options.sizes.items()} | {
+    settings = {f"model.{key}": value for key, value in sizes.items()} | {
         "data.train": [str(folder / "train.bin")], "data.val": [str(folder / "val.bin")], "data.shuffle": False,
         "data.tokenizer": "bin", "train.eval_tokens": options.val_tokens, "train.eval_every": options.every,
         "train.batch": options.batch, "train.steps": steps, "train.schedule": "wsd", "train.decay_steps": 1,
-        "train.warmup": WARMUP, "train.lr": options.lr, "train.weight_decay": DECAY, "train.optimizer": optimizer,
+        "train.warmup": WARMUP, "train.lr": lr, "train.weight_decay": DECAY, "train.optimizer": optimizer,
         "train.sample": 0, "muon.lr": options.muon_lr, "checkpoint.every": 0,
-        "checkpoint.init": str(folder / "init.safetensors"), "engine.device": "cpu" if options.cpu else "cuda",
+        "checkpoint.init": str(folder / weights), "engine.device": "cpu" if options.cpu else "cuda",
     }
     with tempfile.TemporaryDirectory() as out, open(folder / "xlaunch.log", "w+") as log:
         command = [str(options.binary), "--nproc", str(options.gpus), str(config), "--set", f"job.output={out}"]
@@ -330,10 +345,10 @@ def main():
         for seed in range(options.seeds):
             prepare(options, folder, train, seed + 1)
             for run in options.runs:
-                trainer, optimizer = run.split(",")
+                trainer, kind = run.split(",")
                 measure = run_xlaunch if trainer == "xlaunch" else run_pytorch
                 try:
-                    curves[run, seed] = measure(options, folder, optimizer)
+                    curves[run, seed] = measure(options, folder, kind)
                 except RuntimeError as error:
                     print(f"{run}, seed {seed + 1}: {error}", flush=True)
     report(curves, options)
