@@ -95,12 +95,8 @@ impl OutOfMemory {
                 let over = (self.mapped + self.external + needed).saturating_sub(*limit);
                 format!("raise the limit by {}, or free as much in one block", human(over))
             }
-            _ => {
-                let missing = self.requested.saturating_sub(self.largest_free);
-                let device = self.device.map_or(0, |(free, _)| free);
-                let missing = missing.saturating_sub(device).max(1);
-                format!("make {} more available on the device, or free as much in one block", human(missing))
-            }
+            // Of the device's free memory, the driver keeps a part for itself.
+            _ => format!("free {0} in one block, or make {0} available on the device", human(self.requested)),
         }
     }
 }

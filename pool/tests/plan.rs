@@ -30,6 +30,23 @@ fn equal_steps_are_planned_and_get_equal_addresses() {
 }
 
 #[test]
+fn out_of_memory_report_names_the_region_of_plans_and_the_memory_to_free() {
+    let (pool, _sim) = sim_pool(64 * MIB, Mode::Plan);
+    for _ in 0..3 {
+        pool.finish_planning();
+        let _step = pool.step(0);
+        step(&pool, &SIZES);
+    }
+    pool.pin_plans();
+    let text = pool.alloc::<u8>(60 * MIB).unwrap_err().to_string();
+    assert!(text.contains("1 buffers  plans of repeated steps"), "{text}");
+    assert!(
+        text.contains("help: free 60.0 MiB in one block, or make 60.0 MiB available on the device"),
+        "{text}"
+    );
+}
+
+#[test]
 fn live_planned_buffers_do_not_overlap() {
     let pool = Pool::host(Mode::Plan);
     for _ in 0..5 {

@@ -18,11 +18,12 @@ use server::Table;
 pub(crate) use server::{PlanServer, PlannedSlot};
 
 use std::collections::HashMap;
+use std::panic::Location;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::backing::{GRANULE, Purpose};
-use crate::core::{Core, Handle, Place, Request};
+use crate::core::{Core, Handle, Place, Request, Site};
 use crate::stats::Stats;
 use crate::stream::StreamId;
 use record::Recording;
@@ -200,7 +201,8 @@ impl Planner {
             return None;
         }
         let bytes = u64::from(granules) * GRANULE;
-        let request = Request { place: Place::High, ..Request::new(bytes) };
+        let site = Some(Site { location: Location::caller(), tag: "plans of repeated steps" });
+        let request = Request { place: Place::High, site, ..Request::new(bytes) };
         let handle = core.alloc(&request).ok()?;
         let base = core.address(handle).ok()?;
         self.region = Some(Region { handle, granules, base });
