@@ -55,9 +55,14 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
     for change in &overrides {
         apply(&mut table, change, value(&change.value))?;
         let Err(error) = JobSpec::deserialize(table.clone()) else { continue };
-        // Names may look like numbers or dates.
-        apply(&mut table, change, Value::String(change.value.clone()))?;
-        if JobSpec::deserialize(table.clone()).is_err() {
+        let mut takes = |value: Value| {
+            apply(&mut table, change, value)?;
+            Ok(JobSpec::deserialize(table.clone()).is_ok())
+        };
+        // Names may look like numbers, dates or lists. A mistake in a list must not become a path.
+        let written = value(&change.value);
+        let is_list = (written.is_array() || written.is_table()) && takes(Value::Array(vec!["".into()]))?;
+        if is_list || !takes(Value::String(change.value.clone()))? {
             return Err(ConfigError::wrong_type(&change.source, error.message()));
         }
     }
@@ -419,6 +424,14 @@ mod tests {
                 let spec = parse(Path::new("a.toml"), "", &[change]).unwrap().spec;
                 assert_eq!(spec.job.name, name);
             }
+        }
+        // As a glob, each would match files with one character in their names.
+        for list in
+            [r#"[{path = "a", wieght = 1}]"#, r#"[{path = "a", weight = 1}, "b"]"#, r#"{path = "a"}"#, "[1]"]
+        {
+            let change = Override::from_flag(&format!("data.train={list}")).unwrap();
+            let error = parse(Path::new("a.toml"), "", &[change]).unwrap_err().to_string();
+            assert!(error.starts_with("--set data.train="), "{error}");
         }
     }
 
