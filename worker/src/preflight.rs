@@ -246,13 +246,14 @@ fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusa
     Ok((ready, planned))
 }
 
-/// Returns a warning if rows of JSON are read as plain text.
+/// Returns a warning if rows of JSON or a table are read as plain text.
 fn rows_as_text(train: &[DataSource]) -> Option<String> {
-    let is_rows = |source: &&DataSource| [".jsonl", ".ndjson"].iter().any(|end| source.path.ends_with(end));
+    const ROW_ENDINGS: [&str; 5] = [".jsonl", ".ndjson", ".json", ".csv", ".tsv"];
+    let is_rows = |source: &&DataSource| ROW_ENDINGS.iter().any(|end| source.path.ends_with(end));
     let DataSource { path, .. } = train.iter().find(is_rows)?;
     Some(format!(
-        "data.train: {path} is read as plain text, with the keys and quotes of its rows; `xlaunch data prepare` takes \
-         their text"
+        "data.train: {path} is read as plain text, with the keys, quotes and other columns of its rows; `xlaunch data \
+         prepare` takes their text"
     ))
 }
 
@@ -401,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_json_that_are_read_as_text_are_a_warning() {
+    fn rows_that_are_read_as_text_are_a_warning() {
         let dir = tempfile::tempdir().unwrap();
         fs_err::write(dir.path().join("a.jsonl"), "{\"text\": \"some text\"}\n".repeat(1000)).unwrap();
         let warnings = |files: &str| {
@@ -409,8 +410,14 @@ mod tests {
             spec.data.train = vec![dir.path().join(files).display().to_string().into()];
             preflight_data(&spec, 1).unwrap().warnings
         };
-        let found = warnings("*.jsonl");
-        assert!(found.len() == 1 && found[0].contains("*.jsonl is read as plain text"), "{found:?}");
+        fs_err::write(dir.path().join("b.csv"), "id,text\n1,some text\n".repeat(1000)).unwrap();
+        for files in ["*.jsonl", "b.csv"] {
+            let found = warnings(files);
+            assert!(
+                found.len() == 1 && found[0].contains(&format!("{files} is read as plain text")),
+                "{found:?}"
+            );
+        }
         assert!(warnings("*").is_empty());
     }
 }
