@@ -232,7 +232,7 @@ fn job_line(started: &TrainStarted) -> String {
 pub(crate) fn early_stop(eval: &EvalReport) -> Option<String> {
     let count = Some(eval.stopped_after).filter(|count| *count > 0)?;
     let best = eval.best?;
-    let evaluations = if count == 1 { "evaluation".into() } else { format!("{count} evaluations") };
+    let evaluations = if count == 1 { "the last evaluation".into() } else { format!("{count} evaluations") };
     Some(format!(
         "validation loss has not improved in {evaluations}; best {:.4} at step {}",
         best.loss, best.step
@@ -251,6 +251,18 @@ pub(crate) fn resume_line(started: &TrainStarted, source: impl fmt::Display) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn reason_of_an_early_stop_counts_evaluations() {
+        let reason = |stopped_after| {
+            let best = Some(xlaunch_proto::v1::BestEvaluation { step: 3, loss: 1.25 });
+            early_stop(&EvalReport { stopped_after, best, ..Default::default() })
+        };
+        let text = "validation loss has not improved in the last evaluation; best 1.2500 at step 3";
+        assert_eq!(reason(1).as_deref(), Some(text));
+        assert!(reason(2).is_some_and(|text| text.contains("in 2 evaluations;")));
+        assert_eq!(reason(0), None);
+    }
 
     #[test]
     fn resume_line_names_the_next_step_and_the_checkpoint() {
