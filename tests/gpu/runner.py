@@ -68,8 +68,8 @@ SIZES = {
 # Sequences per GPU.
 BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2,
            "llama-8b": 2, "heads-80": 8, "heads-96": 16, "heads-256": 8, "wide": 4, "long": 1, "long-4k": 4,
-           "smollm-size": 8, "vocab-128k": 16, "qwen3-0.6b": 8, "qwen2.5-0.5b": 8, "smollm2-135m": 16, "speedrun-124m": 32,
-           "olmo2-1b": 4, "gemma3-1b": 4, "mistral-8": 4, "pythia-160m": 16,
+           "smollm-size": 8, "vocab-128k": 16, "qwen3-0.6b": 8, "qwen2.5-0.5b": 8, "smollm2-135m": 16,
+           "speedrun-124m": 32, "olmo2-1b": 4, "gemma3-1b": 4, "mistral-8": 4, "pythia-160m": 16,
            "olmoe-4": 8, "qwen3-moe-4": 8, "experts-16": 32}
 # Models whose parameters are divided among the GPUs, because a whole model with its optimizer does not fit into one.
 DIVIDED = {"llama-8b"}

@@ -18,7 +18,8 @@ pub struct ModelSection {
     /// `llama-28m`, `gpt2-124m`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`, `speedrun-124m` (learns faster than
     /// gpt2-124m), `smollm2-135m`, `llama-1b` (Llama 3.2 1B), `llama-3b`, `llama-8b`, `qwen3-0.6b`, `qwen3-1.7b`,
     /// `qwen3-4b`, `qwen3-8b`, `qwen2.5-0.5b`, `qwen2.5-7b`, `mistral-7b`, `smollm3-3b`, `olmo2-1b`, `gemma3-1b` or
-    /// `pythia-160m`; with experts: `mixtral-8x7b`, `olmoe-1b-7b`, `qwen3-30b-a3b` or `gpt-oss-20b`. Default: byte-tiny.
+    /// `pythia-160m`; with experts: `mixtral-8x7b`, `olmoe-1b-7b`, `qwen3-30b-a3b` or `gpt-oss-20b`. Default:
+    /// byte-tiny.
     pub preset: Option<String>,
     /// Family of models: a preset of all keys below `norm_eps`, and the layout of exported models. Default: the
     /// preset's.
