@@ -140,8 +140,10 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
         const char* compiler = getenv("CXX");
         std::string cxx = compiler && *compiler ? compiler : "c++";
         std::string compile = cxx + FLAGS + device_header(cxx) + macros + " -c $D/kernel.cpp -o $D/kernel.o";
-        // Linked separately: libcuda.so replaces the libraries of the sanitizers.
-        std::string link = cxx + " -shared -Wl,-Bsymbolic" LINK_FLAGS " $D/kernel.o -o $D/made -L" LIBRARIES " -lcuda";
+        // Linked separately: libcuda.so replaces the libraries of the sanitizers. Reading those of C++ would take most
+        // of the time.
+        std::string link = cxx + " -shared -nostdlib -Wl,-Bsymbolic" LINK_FLAGS " $D/kernel.o -o $D/made -L" LIBRARIES
+                           " -lcuda -lm";
         if (!make(kept, translated(text), compile + " && " + link, &program->log)) return COMPILATION;
     }
     return program->image = read(kept), SUCCESS;
