@@ -14,10 +14,11 @@ namespace emulator {
 
 namespace {
 
-bool ordered(const Access& a, uint16_t thread, uint16_t epoch, uint16_t warp_epoch) {
+// Returns whether an access is ordered before that of another thread of the block.
+bool ordered(const Access& a, uint16_t a_warp_epoch, uint16_t thread, uint16_t epoch, uint16_t warp_epoch) {
     if (a.epoch != epoch || a.thread == thread) return true;
     unsigned warp = a.thread & WHOLE_WARP ? a.thread & ~WHOLE_WARP : warp_of(a.thread);
-    return a.thread != MANY_THREADS && warp == warp_of(thread) && a.warp_epoch != warp_epoch;
+    return a.thread != MANY_THREADS && warp == warp_of(thread) && a_warp_epoch != warp_epoch;
 }
 
 // Returns whether arrivals at barriers, which the current thread knows of, order an access of dynamic shared memory by
@@ -30,17 +31,17 @@ bool ordered_by_arrivals(const Runner& r, uintptr_t address, const Access& a, ui
 }
 
 // Adds a reader to those after which a later writer must be ordered.
-void add_reader(Access& a, uint32_t block, uint16_t thread, uint16_t epoch, uint16_t warp_epoch) {
-    if (a.block && a.block != block) {
+void add_reader(Access& a, uint16_t& a_warp_epoch, const Access& reader, uint16_t warp_epoch) {
+    if (a.block && a.block != reader.block) {
         a.block = MANY_BLOCKS;
-    } else if (!a.block || a.epoch != epoch) {
-        a = {block, thread, epoch, warp_epoch};
+    } else if (!a.block || a.epoch != reader.epoch) {
+        a = reader, a_warp_epoch = warp_epoch;
     } else if (a.thread != MANY_THREADS) {
-        unsigned warp = warp_of(thread) | WHOLE_WARP;
+        unsigned warp = warp_of(reader.thread) | WHOLE_WARP;
         unsigned other = a.thread & WHOLE_WARP ? a.thread : warp_of(a.thread) | WHOLE_WARP;
         if (other != warp) a.thread = MANY_THREADS;
-        else if (a.warp_epoch != warp_epoch) a = {block, thread, epoch, warp_epoch};
-        else if (a.thread != thread) a.thread = static_cast<uint16_t>(warp);
+        else if (a_warp_epoch != warp_epoch) a = reader, a_warp_epoch = warp_epoch;
+        else if (a.thread != reader.thread) a.thread = static_cast<uint16_t>(warp);
     }
 }
 
@@ -127,9 +128,22 @@ static bool same(const T& a, const T& b) {
 
 // Whether an access is one of a local variable that needs no check. Most accesses are.
 static inline bool is_local(uintptr_t address) {
-    Runner* r = runner;
-    if (!r || !r->current) return true;
-    return address - reinterpret_cast<uintptr_t>(r->current->stack) < STACK_BYTES && !r->async.multiplies;
+    if ((address ^ reinterpret_cast<uintptr_t>(__builtin_frame_address(0))) >= STACK_BYTES) return false;
+    return !runner || !runner->async.multiplies;
+}
+
+// Returns whether a read has no conflict and changes nothing, as most do: it follows one of the same thread, or those
+// of other threads after which a writer must be ordered anyway.
+static inline bool is_known_reader(const Cell& cell, uint32_t time, const Access& own, uint16_t warp_epoch) {
+    const Access &writer = cell.writer, &reader = cell.reader;
+    if (cell.time != time) return false;
+    bool is_ordered = !writer.block || (writer.block == own.block &&
+                                        ordered(writer, cell.writer_warp_epoch, own.thread, own.epoch, warp_epoch));
+    if (!is_ordered) return false;
+    if (reader.block != own.block || reader.epoch != own.epoch) return reader.block == MANY_BLOCKS;
+    if (reader.thread == MANY_THREADS) return true;
+    bool is_same = reader.thread == own.thread || reader.thread == (warp_of(own.thread) | WHOLE_WARP);
+    return is_same && cell.reader_warp_epoch == warp_epoch;
 }
 
 void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, const Site* site) {
@@ -144,14 +158,16 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
     }
     auto at = [=] { return site ? source_of(*site) : source_of(pc); };
     Cell* cells;
-    Access* atomics = nullptr;
+    AtomicAccess* atomics = nullptr;
     uint8_t* written;
     bool is_shared = false;
     SharedMemory* shared = r->shared_at(address);
     if (shared) {
         if (size > shared->end - address) r->fail("%s: %s past the end of shared memory", at().c_str(), what);
         cells = &shared->cells[(address - shared->begin) / 2];
-        atomics = &shared->atomics[(address - shared->begin) / 2];
+        if (kind == Kind::Atomic && shared->atomics.empty())
+            shared->atomics.assign((shared->end - shared->begin) / 2 + 1, {});
+        if (!shared->atomics.empty()) atomics = &shared->atomics[(address - shared->begin) / 2];
         written = &shared->written[address - shared->begin];
         is_shared = true;
         if (write && r->async.multiplies) r->check_operands(address, size, site ? *site : Site{"?", 0, {pc, nullptr}});
@@ -193,46 +209,47 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
     uint32_t block = is_shared ? 1 : static_cast<uint32_t>(r->block + 1);
     uint32_t time = is_shared ? shared->time : r->grid.number;
     bool is_contended = !is_shared && r->grid.is_parallel;
+    const Access own{block, thread, epoch};
     CellLock lock;
-    // Most cells of an access are in the same state, with the same result.
+    // Neighbouring cells are often in the same state, with the same result.
     Cell before, after;
-    Access atomic_before, atomic_after;
+    bool has_result = false;
     for (Cell *cell = cells, *end = cells + (size + address % 2 + 1) / 2; cell < end; cell++) {
         if (is_contended) lock.hold(cell);
-        Access* atomic = atomics ? atomics + (cell - cells) : nullptr;
-        if (cell != cells && same(*cell, before) && (!atomic || same(*atomic, atomic_before))) {
+        if (!write && !atomics && is_known_reader(*cell, time, own, warp_epoch)) continue;
+        if (has_result && same(*cell, before)) {
             *cell = after;
-            if (atomic) *atomic = atomic_after;
             continue;
         }
         before = *cell;
-        if (atomic) atomic_before = *atomic;
-        if (refresh(*cell, time) && atomic) *atomic = {};
-        auto conflicts = [&](const Access& other) {
+        Cell now = refreshed(before, time);
+        AtomicAccess* atomic = atomics ? atomics + (cell - cells) : nullptr;
+        auto conflicts = [&](const Access& other, uint16_t other_warp_epoch) {
             if (!other.block) return false;
             if (other.block == block && shared == &r->dynamic &&
                 ordered_by_arrivals(*r, address + (cell - cells) * 2, other, thread))
                 return false;
-            if (other.block == block) return !ordered(other, thread, epoch, warp_epoch);
-            if (cell->alike) return false;
+            if (other.block == block) return !ordered(other, other_warp_epoch, thread, epoch, warp_epoch);
+            if (now.alike) return false;
             if (other.block == MANY_BLOCKS) return true;
             uint64_t released = r->grid.released[other.block - 1], acquired = r->grid.acquired[r->block];
             return !(released && released < acquired);
         };
-        bool after_write = conflicts(cell->writer), after_atomic = atomic && kind != Kind::Atomic && conflicts(*atomic);
-        if (after_write || after_atomic || (write && conflicts(cell->reader))) {
-            Access other = after_write ? cell->writer : after_atomic ? *atomic : cell->reader;
+        bool after_write = conflicts(now.writer, now.writer_warp_epoch);
+        bool after_atomic = atomic && kind != Kind::Atomic && conflicts(atomic->access, atomic->warp_epoch);
+        if (after_write || after_atomic || (write && conflicts(now.reader, now.reader_warp_epoch))) {
+            Access other = after_write ? now.writer : after_atomic ? atomic->access : now.reader;
             lock.release();
             std::string who = other.block == block ? name_of(other) : "another block";
             const char* before = after_write || after_atomic ? "written" : "read";
             r->fail("%s: data race: %s of %s memory by thread %d, %s by %s without a barrier in between", at().c_str(),
                     what, is_shared ? "shared" : "device", thread, before, who.c_str());
         }
-        if (kind == Kind::Atomic) add_reader(*atomic, block, thread, epoch, warp_epoch);
-        else if (kind == Kind::Plain && write) cell->writer = {block, thread, epoch, warp_epoch};
-        else if (kind == Kind::Plain) add_reader(cell->reader, block, thread, epoch, warp_epoch);
-        after = *cell;
-        if (atomic) atomic_after = *atomic;
+        if (kind == Kind::Atomic) add_reader(atomic->access, atomic->warp_epoch, own, warp_epoch);
+        else if (kind == Kind::Plain && write) now.writer = own, now.writer_warp_epoch = warp_epoch;
+        else if (kind == Kind::Plain) add_reader(now.reader, now.reader_warp_epoch, own, warp_epoch);
+        *cell = after = now;
+        has_result = !atomics;
     }
 }
 
@@ -250,7 +267,7 @@ void emulator_written_alike(const void* p, size_t bytes) {
     CellLock lock;
     for (Cell *cell = cell_of(address), *end = cell + bytes / 2; cell < end; cell++) {
         lock.hold(cell);
-        refresh(*cell, runner->grid.number);
+        *cell = refreshed(*cell, runner->grid.number);
         cell->alike = 1;
     }
 }

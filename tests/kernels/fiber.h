@@ -51,10 +51,16 @@ struct Context {
 
 #endif
 
+// Returns a stack that is aligned to its size: the upper bits of an address show whether it is on the current stack.
 inline char* new_stack() {
-    void* p = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    size_t bytes = 2 * STACK_BYTES;
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) abort();
-    return static_cast<char*>(p);
+    char* begin = static_cast<char*>(p);
+    size_t before = -reinterpret_cast<uintptr_t>(p) % STACK_BYTES;
+    if (before) munmap(begin, before);
+    munmap(begin + before + STACK_BYTES, STACK_BYTES - before);
+    return begin + before;
 }
 
 }  // namespace emulator

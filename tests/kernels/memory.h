@@ -12,22 +12,21 @@
 namespace emulator {
 
 // Threads are numbered within their block. Accesses are ordered if a barrier of the block (epoch), or of the warp
-// (warp_epoch, for threads of the same warp), lies between them. Packed, because cells are most of the memory that an
-// access touches.
-struct __attribute__((packed, aligned(2))) Access {
+// (the warp epoch next to it, for threads of the same warp), lies between them.
+struct Access {
     uint32_t block;  // number + 1; 0: none; MANY_BLOCKS: several
     uint16_t thread;  // or a warp or all, see below
     uint16_t epoch;
-    uint16_t warp_epoch;
 };
 constexpr uint32_t MANY_BLOCKS = 0xffffffff;
 constexpr uint16_t WHOLE_WARP = 0x8000, MANY_THREADS = 0xffff;
 
-// State of two bytes.
+// State of two bytes. Small, because cells are most of the memory that an access touches.
 struct Cell {
     // The launch (device memory) or block (shared memory) that this describes; older state is forgotten.
     uint32_t time : 31;
     uint32_t alike : 1;  // blocks write the same
+    uint16_t writer_warp_epoch, reader_warp_epoch;
     Access writer, reader;
 };
 static_assert(sizeof(Cell) == 24);

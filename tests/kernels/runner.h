@@ -68,12 +68,19 @@ struct Grid {
     uint64_t clock = 0;
 };
 
+// Those who access two bytes of shared memory by atomics.
+struct AtomicAccess {
+    Access access;
+    uint16_t warp_epoch;
+};
+
 // Shared memory. Each cell, and each set of atomic accessors, covers two bytes.
 struct SharedMemory {
     uintptr_t begin = 0, end = 0;
     uint32_t time = 0;
     std::vector<Cell> cells;
-    std::vector<Access> atomics;
+    // Empty before the first atomic of a block.
+    std::vector<AtomicAccess> atomics;
     std::vector<uint8_t> written;
 
     void reset(uintptr_t at, size_t bytes) {
@@ -81,7 +88,8 @@ struct SharedMemory {
         if (bytes) memset(reinterpret_cast<void*>(at), 0xff, bytes);
         // Cells of the previous block are older than this.
         time++;
-        if (cells.size() <= bytes / 2) cells.resize(bytes / 2 + 1), atomics.resize(bytes / 2 + 1);
+        if (cells.size() <= bytes / 2) cells.resize(bytes / 2 + 1);
+        atomics.clear();
         written.assign(bytes, 0);
     }
     bool contains(uintptr_t address) const { return address >= begin && address < end; }
@@ -175,11 +183,9 @@ struct Runner {
     void check_operands(uintptr_t address, size_t size, const Site& site);
 };
 
-// Forgets the state of a cell from before this time; returns whether it was older.
-inline bool refresh(Cell& cell, uint32_t time) {
-    if (cell.time == time) return false;
-    cell = {time, 0, {}, {}};
-    return true;
+// Returns a cell without state from before this time.
+inline Cell refreshed(const Cell& cell, uint32_t time) {
+    return cell.time == time ? cell : Cell{time, 0, 0, 0, {}, {}};
 }
 
 // The runner of this OS thread, while it runs blocks.
