@@ -32,6 +32,10 @@ struct Context {
         stack_pointer = top - 6;
     }
     void switch_to(Context& other) { emulator_switch(&stack_pointer, other.stack_pointer); }
+    // Fetches what a fiber uses first when it continues.
+    void prefetch() const {
+        for (int line = 0; line < 6; line++) __builtin_prefetch(static_cast<char*>(stack_pointer) + 64 * line);
+    }
 };
 
 #else
@@ -47,6 +51,7 @@ struct Context {
         makecontext(&context, entry, 0);
     }
     void switch_to(Context& other) { swapcontext(&context, &other.context); }
+    void prefetch() const {}
 };
 
 #endif
