@@ -90,7 +90,7 @@ fn forward(backend: &BackendHandle, model: &Model) -> Vec<f32> {
     let tokens = backend.alloc(DType::I32, ids.len()).unwrap();
     backend.write_i32(tokens.all(), &ids).unwrap();
     let acts = model.forward(Rows::new(1, ids.len()), tokens.all()).unwrap();
-    let logits = model.logits(&acts, 0..ids.len()).unwrap();
+    let logits = model.logits(&acts.output, 0..ids.len()).unwrap();
     let mut padded = vec![0.0; logits.len()];
     backend.read_f32(logits.all(), &mut padded).unwrap();
     padded.chunks(padded.len() / ids.len()).flat_map(|row| row[..model.shape.vocab].to_vec()).collect()
