@@ -2,8 +2,8 @@
 //!
 //! Directories that cannot be intended as data are skipped: hidden ones, caches (tagged with `CACHEDIR.TAG`, like
 //! cargo's target directory), Python's virtual environments, and those selected by the caller. Links to files count as
-//! files, because the cache of Hugging Face's hub consists of them; links to directories are skipped, as they could
-//! form a loop.
+//! files, because the cache of Hugging Face's hub consists of them. Links to directories are followed as in a shell:
+//! where a component of the glob matches them, but not below `**`, as they could form a loop or lead anywhere.
 
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
@@ -33,33 +33,93 @@ pub fn split(glob: &Path) -> (PathBuf, PathBuf) {
     (base, rest)
 }
 
-/// Returns the files below `base`, sorted by name within each directory. Leaves out directories for which `skip` is
-/// true.
-pub fn files_below(
-    base: &Path,
-    skip: impl Fn(&Path) -> bool,
-) -> impl Iterator<Item = walkdir::Result<DirEntry>> {
-    let wanted = move |entry: &DirEntry| {
-        let leaves_out = || {
-            entry.file_name().to_string_lossy().starts_with('.')
-                || MARKS.iter().any(|mark| entry.path().join(mark).is_file())
-                || skip(entry.path())
-        };
-        entry.depth() == 0 || !entry.file_type().is_dir() || !leaves_out()
-    };
-    let entries = WalkDir::new(base).sort_by_file_name().into_iter().filter_entry(wanted);
-    let is_file =
-        |entry: &DirEntry| entry.file_type().is_file() || entry.path_is_symlink() && entry.path().is_file();
-    entries.filter(move |entry| entry.as_ref().map_or(true, is_file))
+/// A file that was found.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FoundFile {
+    pub path: PathBuf,
+    /// True if the file or a directory that the search has passed is a link.
+    pub is_linked: bool,
 }
 
-/// Removes links to files that are also in the list, or that an earlier link leads to: they would be read twice.
-pub fn remove_repeated_links(files: &mut Vec<PathBuf>) {
-    let is_link = |path: &PathBuf| path.is_symlink();
-    let identity = |path: &PathBuf| path.metadata().ok().map(|file| (file.dev(), file.ino()));
-    if !files.iter().any(is_link) {
-        return;
+/// Adds the files below `base` whose paths relative to it match `glob`, or without a glob all that are not hidden.
+/// Leaves out directories for which `skip` is true.
+///
+/// # Errors
+/// If a directory cannot be read; the depth is 0 if that is `base`.
+pub fn find(
+    base: &Path,
+    glob: Option<&str>,
+    skip: &dyn Fn(&Path) -> bool,
+    found: &mut Vec<FoundFile>,
+) -> walkdir::Result<()> {
+    Search { glob, skip }.add(base, false, found)
+}
+
+struct Search<'a> {
+    glob: Option<&'a str>,
+    skip: &'a dyn Fn(&Path) -> bool,
+}
+
+impl Search<'_> {
+    fn add(&self, base: &Path, is_linked: bool, found: &mut Vec<FoundFile>) -> walkdir::Result<()> {
+        let wanted = |entry: &DirEntry| {
+            entry.depth() == 0 || !entry.file_type().is_dir() || !self.leaves_out(entry.path())
+        };
+        for entry in WalkDir::new(base).sort_by_file_name().into_iter().filter_entry(wanted) {
+            let entry = entry?;
+            let path = entry.path();
+            let is_link = entry.depth() > 0 && entry.path_is_symlink();
+            let relative = path.strip_prefix(base).unwrap_or(path);
+            if is_link && path.is_dir() {
+                if !self.leaves_out(path) {
+                    for rest in self.globs_below(relative) {
+                        Search { glob: Some(rest), skip: self.skip }.add(path, true, found)?;
+                    }
+                }
+            } else if (entry.file_type().is_file() || is_link && path.is_file()) && self.matches(relative) {
+                found.push(FoundFile { path: path.to_path_buf(), is_linked: is_linked || is_link });
+            }
+        }
+        Ok(())
     }
-    let mut seen: HashSet<_> = files.iter().filter(|path| !is_link(path)).map(identity).collect();
-    files.retain(|path| !is_link(path) || seen.insert(identity(path)));
+
+    fn leaves_out(&self, dir: &Path) -> bool {
+        is_hidden(dir) || MARKS.iter().any(|mark| dir.join(mark).is_file()) || (self.skip)(dir)
+    }
+
+    fn matches(&self, relative: &Path) -> bool {
+        match self.glob {
+            Some(glob) => fast_glob::glob_match(glob, relative.as_os_str().as_encoded_bytes()),
+            None => !is_hidden(relative),
+        }
+    }
+
+    /// Returns the globs for paths below a directory that components of this glob match.
+    fn globs_below(&self, dir: &Path) -> impl Iterator<Item = &str> {
+        let glob = self.glob.unwrap_or_default();
+        let parts = glob.match_indices('/').map(|(at, _)| (&glob[..at], &glob[at + 1..]));
+        parts.filter_map(move |(start, rest)| {
+            // A slash may also be within braces.
+            let is_glob = !start.ends_with("**") && fast_glob::validate(start).is_ok();
+            let matches = is_glob && fast_glob::glob_match(start, dir.as_os_str().as_encoded_bytes());
+            matches.then_some(rest)
+        })
+    }
+}
+
+fn is_hidden(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'))
+}
+
+/// Returns paths, sorted, without links to files that are also in the list, or that an earlier link leads to: they
+/// would be read twice.
+pub fn without_repeated_links(mut files: Vec<FoundFile>) -> Vec<PathBuf> {
+    files.sort();
+    files.dedup_by(|next, kept| next.path == kept.path);
+    let identity = |found: &FoundFile| found.path.metadata().ok().map(|file| (file.dev(), file.ino()));
+    if files.iter().any(|found| found.is_linked) {
+        let mut seen: HashSet<_> = files.iter().filter(|found| !found.is_linked).map(identity).collect();
+        files.retain(|found| !found.is_linked || seen.insert(identity(found)));
+    }
+    files.into_iter().map(|found| found.path).collect()
 }

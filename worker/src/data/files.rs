@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use xlaunch_data::walk;
+use xlaunch_data::walk::{self, FoundFile};
 use xlaunch_spec::paths::normalize;
 
 use super::DataError;
@@ -15,19 +15,17 @@ pub(super) fn matching(
     patterns: &[String],
     skip: &Path,
 ) -> Result<Vec<PathBuf>, DataError> {
-    let mut files = Vec::new();
+    let mut found = Vec::new();
     for pattern in patterns {
         // Remove `.` and `..`: the paths from walkdir have none.
         let (base, rest) = walk::split(&normalize(Path::new(pattern)));
         if !rest.as_os_str().is_empty() {
-            search(&base, &glob(key, pattern, &rest)?, skip, &mut files)?;
+            search(&base, &glob(key, pattern, &rest)?, skip, &mut found)?;
         } else if base.is_file() {
-            files.push(base);
+            found.push(FoundFile { is_linked: base.is_symlink(), path: base });
         }
     }
-    files.sort();
-    files.dedup();
-    walk::remove_repeated_links(&mut files);
+    let files = walk::without_repeated_links(found);
     if files.is_empty() {
         return Err(DataError::NoFiles { key, patterns: patterns.join(", ") });
     }
@@ -42,26 +40,18 @@ fn glob(key: &'static str, pattern: &str, rest: &Path) -> Result<String, DataErr
     }
 }
 
-fn search(base: &Path, glob: &str, skip: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataError> {
-    let matches = |path: &Path| {
-        let path = path.strip_prefix(base).unwrap_or(path);
-        fast_glob::glob_match(glob, path.as_os_str().as_encoded_bytes())
-    };
-    for entry in walk::files_below(base, |path| path == skip) {
-        match entry {
-            Ok(entry) if matches(entry.path()) => {
-                files.push(entry.into_path());
-            }
-            Ok(_) => {}
-            // A base that does not exist matches no file, like any glob without matches.
-            Err(error) if error.depth() == 0 => {}
-            Err(error) => {
-                let path = error.path().unwrap_or(base).to_path_buf();
-                return Err(DataError::Read { path, reason: error.to_string() });
-            }
+fn search(base: &Path, glob: &str, skip: &Path, found: &mut Vec<FoundFile>) -> Result<(), DataError> {
+    // Links may lead to it as well.
+    let output = skip.canonicalize().unwrap_or_else(|_| skip.into());
+    let is_output = |path: &Path| path.canonicalize().is_ok_and(|path| path == output);
+    match walk::find(base, Some(glob), &is_output, found) {
+        // A base that does not exist matches no file, like any glob without matches.
+        Err(error) if error.depth() > 0 => {
+            let path = error.path().unwrap_or(base).to_path_buf();
+            Err(DataError::Read { path, reason: error.to_string() })
         }
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -96,6 +86,22 @@ mod tests {
         }
         std::os::unix::fs::symlink("../.git/e.md", root.join("sub/link.bin")).unwrap();
         assert_eq!(names(&pattern("sub/*.bin")), ["sub/link.bin"]);
+        // As in a shell, a component follows links to directories, but `**` does not, so loops do not matter.
+        for (target, link) in
+            [("../sub", "linked"), (".", "loop"), ("../runs", "output"), ("../.git", ".hidden")]
+        {
+            std::os::unix::fs::symlink(target, root.join("sub").join(link)).unwrap();
+        }
+        fs_err::create_dir(root.join("other")).unwrap();
+        std::os::unix::fs::symlink("../sub", root.join("other/all")).unwrap();
+        assert_eq!(names(&pattern("other/*/*.{md,bin}")), ["other/all/c.md", "other/all/link.bin"]);
+        assert_eq!(names(&pattern("*/a*/**/c.md")), ["other/all/c.md"]);
+        assert_eq!(names(&pattern("**/all/c.md")), ["other/all/c.md"]);
+        assert_eq!(names(&pattern("*/*/*/c.md")), ["other/all/linked/c.md"], "each file once");
+        assert_eq!(names(&pattern("**/*.md")), ["a.md", "b.md", "run[1]/a{b}.md", "sub/c.md"]);
+        assert_eq!(names(&pattern("{sub,sub/*}/*.md")), ["sub/c.md"], "other than through a link");
+        let left_out = pattern("sub/{output,.hidden}/?.md");
+        assert!(matching("data.train", &left_out, &root.join("runs")).is_err());
         let error = matching("data.train", &pattern("*.bin"), &root).unwrap_err().to_string();
         assert!(error.contains("data.train") && error.contains("*.bin"), "{error}");
         let error = matching("data.train", &pattern("*.{md"), &root).unwrap_err().to_string();

@@ -15,7 +15,8 @@ pub struct DataSection {
     /// Training data: a directory written by `xlaunch data prepare`, or files as paths or globs (`**` spans
     /// directories). Relative to the configuration file. A prepared directory includes its tokenizer and validation
     /// data. Globs skip hidden directories, directories with a CACHEDIR.TAG, Python virtual environments and
-    /// `job.output`. Several prepared directories are mixed in the ratio of their weights: a list of tables with `path`
+    /// `job.output`, and follow links to directories where a part other than `**` matches them. Several prepared
+    /// directories are mixed in the ratio of their weights: a list of tables with `path`
     /// and `weight`.
     #[serde(deserialize_with = "one_or_more::deserialize")]
     #[cfg_attr(feature = "schema", schemars(with = "data_source::Forms"))]

@@ -57,32 +57,19 @@ fn search(
     output: &Path,
     argument: &str,
 ) -> Result<Vec<PathBuf>, PrepareError> {
-    // For a glob without a directory, paths must have no directory either.
-    let root = if base.as_os_str().is_empty() { Path::new(".") } else { base };
     let is_output = |path: &Path| path.canonicalize().is_ok_and(|path| path == output);
-    let mut files = Vec::new();
-    for entry in walk::files_below(root, is_output) {
-        let entry =
-            entry.map_err(|error| PrepareError::Usage(format!("failed to read {argument}: {error}")))?;
-        let path = if base.as_os_str().is_empty() {
-            entry.path().strip_prefix(".").unwrap_or(entry.path())
-        } else {
-            entry.path()
-        };
-        let hidden = entry.file_name().to_string_lossy().starts_with('.');
-        let matches = match glob {
-            Some(glob) => {
-                let path = path.strip_prefix(base).unwrap_or(path);
-                fast_glob::glob_match(glob, path.as_os_str().as_encoded_bytes())
-            }
-            None => !hidden,
-        };
-        if matches {
-            files.push(path.to_path_buf());
+    let here = Path::new(".");
+    let root = if base.as_os_str().is_empty() { here } else { base };
+    let mut found = Vec::new();
+    let searched = walk::find(root, glob, &is_output, &mut found);
+    searched.map_err(|error| PrepareError::Usage(format!("failed to read {argument}: {error}")))?;
+    if base.as_os_str().is_empty() {
+        // Paths are written like the glob, without a directory.
+        for found in &mut found {
+            found.path = found.path.strip_prefix(here).unwrap_or(&found.path).to_path_buf();
         }
     }
-    files.sort();
-    walk::remove_repeated_links(&mut files);
+    let files = walk::without_repeated_links(found);
     if files.is_empty() {
         Err(PrepareError::Usage(format!("no file matches `{argument}`")))
     } else {

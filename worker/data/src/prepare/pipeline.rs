@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -139,13 +140,28 @@ impl Reader<'_> {
         Ok(true)
     }
 
+    /// Returns what to do about a file that was found in a directory, and is not text.
+    fn hint(&self, input: &Input) -> String {
+        let Input::File(path) = input else { return String::new() };
+        let is_searched = |argument: &&String| Path::new(argument).is_dir() && path.starts_with(argument);
+        match self.options.inputs.iter().find(is_searched) {
+            Some(dir) => {
+                let glob = Path::new(dir).join("**/*.txt");
+                format!("; name the files to read by a glob, such as '{}'", glob.display())
+            }
+            None => String::new(),
+        }
+    }
+
     /// Opens an input according to its kind.
     fn open(&self, input: &Input) -> Result<(Source, Form), PrepareError> {
         let source = Source::open(input)?;
         let column = self.options.column();
         let chats = self.options.chat.is_some();
-        let kind = kind::of(input, source.head(), chats || self.options.field.is_some())
-            .map_err(|what| PrepareError::Data(format!("{}: this is not text, but {what}", source.label)))?;
+        let kind = kind::of(input, source.head(), chats || self.options.field.is_some()).map_err(|what| {
+            let hint = self.hint(input);
+            PrepareError::Data(format!("{}: this is not text, but {what}{hint}", source.label))
+        })?;
         let source = match (kind, input) {
             (Kind::Text | Kind::JsonLines, _) => source,
             (Kind::Json, _) => source.into_rows("JSON", |text, _| Ok(rows::json(text)))?,

@@ -431,6 +431,15 @@ fn files_that_are_not_text_are_refused_by_what_they_are() {
     assert!(error.contains("a.txt: this is not text, but a zip archive"), "{error}");
     let error = Prepared::new(Tokenizer::bytes()).with("a.txt", b"\xff\xfea\0").error();
     assert!(error.contains("UTF-16"), "{error}");
+    assert!(!error.contains("glob"), "the file itself is an argument: {error}");
+    let mut searched = Prepared::new(Tokenizer::bytes()).with("cat.png", b"\x89PNG");
+    let dir = searched.dir.path().display().to_string();
+    searched.options.inputs = vec![dir.clone()];
+    let error = searched.error();
+    assert!(
+        error.contains(&format!("but an image; name the files to read by a glob, such as '{dir}/**/*.txt'")),
+        "{error}"
+    );
 }
 
 #[test]
