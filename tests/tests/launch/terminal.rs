@@ -379,17 +379,20 @@ fn top_shows_running_launches_without_a_daemon() {
     let launch = Launch::new();
     let run = launch.spawn_shell(&[], 1, "echo ready >&2; exec sleep 1000");
     run.wait_for_stderr("ready");
-    let steps = [
-        send("stty rows 40 cols 120; XLAUNCH_SOCKET=/nonexistent $X top\n"),
-        // Spaces are not transmitted, as the screen is empty at first.
-        expect("launches"),
-        // The highlighted row of the launch.
-        expect("sh-"),
-        expect("running"),
-        send("q"),
-        expect("$ "),
-    ];
-    in_shell(&launch, &steps);
+    // A terminal without a size counts as one of 24 rows and 80 columns.
+    for size in ["rows 40 cols 120", "rows 0 cols 0"] {
+        let steps = [
+            send(&format!("stty {size}; XLAUNCH_SOCKET=/nonexistent $X top\n")),
+            // Spaces are not transmitted, as the screen is empty at first.
+            expect("launches"),
+            // The highlighted row of the launch.
+            expect("sh-"),
+            expect("running"),
+            send("q"),
+            expect("$ "),
+        ];
+        in_shell(&launch, &steps);
+    }
 }
 
 fn piped_input_reaches_rank_0_alone() {

@@ -17,8 +17,11 @@ use std::task::Poll;
 use std::time::Duration;
 
 use clap::Args;
-use ratatui::DefaultTerminal;
+use ratatui::backend::{Backend, CrosstermBackend};
 use ratatui::crossterm::event::{self, Event};
+use ratatui::crossterm::terminal;
+use ratatui::layout::{Rect, Size};
+use ratatui::{DefaultTerminal, TerminalOptions, Viewport};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use xlaunch_spec::exit::ExitCode;
@@ -59,7 +62,7 @@ pub(super) async fn run(options: Top) -> Result<ExitCode, QueryError> {
     let mut feed = Feed::start(source, state.selected());
     loop {
         state.set_time(unix_ms());
-        screen.terminal.draw(|frame| draw::draw(frame, &state)).map_err(failed)?;
+        screen.draw(&state).map_err(failed)?;
         let command = tokio::select! {
             event = events.recv() => match event {
                 Some(Event::Key(key)) => state.key(key),
@@ -87,15 +90,37 @@ pub(super) fn has_colours(no_color: Option<&std::ffi::OsStr>) -> bool {
     no_color.is_none_or(std::ffi::OsStr::is_empty)
 }
 
+/// Size to draw for a terminal that does not know its own, such as a serial line or one of a container.
+const DEFAULT_SIZE: Rect = Rect::new(0, 0, 80, 24);
+
 /// The terminal in raw mode until this is dropped.
 struct Screen {
     terminal: DefaultTerminal,
+    viewport: Viewport,
 }
 
 impl Screen {
     fn open() -> std::io::Result<Self> {
-        Ok(Self { terminal: ratatui::try_init()? })
+        Ok(Self { terminal: ratatui::try_init()?, viewport: Viewport::Fullscreen })
     }
+
+    fn draw(&mut self, state: &State) -> std::io::Result<()> {
+        let (columns, rows) = terminal::size()?;
+        let viewport = viewport(Size::new(columns, rows));
+        // A terminal may learn its size later.
+        if viewport != self.viewport {
+            let options = TerminalOptions { viewport: viewport.clone() };
+            self.terminal = DefaultTerminal::with_options(CrosstermBackend::new(std::io::stdout()), options)?;
+            // `Terminal::clear` would ask for the position of the cursor, which such a terminal may not answer.
+            self.terminal.backend_mut().clear()?;
+            self.viewport = viewport;
+        }
+        self.terminal.draw(|frame| draw::draw(frame, state)).map(drop)
+    }
+}
+
+fn viewport(size: Size) -> Viewport {
+    if size.width == 0 || size.height == 0 { Viewport::Fixed(DEFAULT_SIZE) } else { Viewport::Fullscreen }
 }
 
 impl Drop for Screen {
