@@ -190,9 +190,13 @@ pub(crate) fn main() -> ExitCode {
 fn launch(name: Name, arguments: &[OsString]) -> ExitCode {
     torchrun::print_deprecated_flags(name, arguments);
     let scope = Scope::Nodes(&engine::of_this_process);
-    let request = torchrun::parse(name, arguments, &|variable| std::env::var_os(variable), scope);
+    let environment = |variable: &str| std::env::var_os(variable);
+    let request = torchrun::parse(name, arguments, &environment, scope);
     if let Ok(Request::Trainer(_, None) | Request::Command(_, None)) = &request {
         torchrun::print_unused_flags(name, arguments);
+    }
+    if let Ok(Request::Command(..)) = &request {
+        torchrun::print_unsupported_variables(&environment);
     }
     match request {
         Ok(Request::Text(text)) => output::answer(&text, ExitCode::Done),

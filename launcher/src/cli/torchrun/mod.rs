@@ -193,6 +193,26 @@ pub(super) fn print_unused_flags(name: Name, arguments: &[OsString]) {
     }
 }
 
+/// Variables of torchrun that xlaunch does not support, and what to use instead.
+const UNSUPPORTED_VARIABLES: [(&str, &str); 3] = [
+    (
+        "TORCHELASTIC_ENABLE_FILE_TIMER",
+        "there is no FileTimerServer; heartbeats and --hang-timeout end hung ranks",
+    ),
+    ("TORCHELASTIC_HEALTH_CHECK_PORT", "`xlaunch status --ready` tells whether workers are running"),
+    ("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "heartbeats and --hang-timeout end hung ranks"),
+];
+
+/// Warns on stderr about variables that turn on a function of torchrun which xlaunch does not have.
+pub(super) fn print_unsupported_variables(environment: Environment<'_>) {
+    for (name, instead) in UNSUPPORTED_VARIABLES {
+        // 0 and the empty value turn these functions off.
+        if environment(name).is_some_and(|value| !value.is_empty() && value != "0") {
+            print_note(&format!("warning: {name} has no effect: {instead}"));
+        }
+    }
+}
+
 /// Returns whether a target without `--` is something that Python runs, or a flag says what it is.
 fn is_for_python(reader: &Reader<'_>, argv: &[OsString]) -> Result<bool, String> {
     let is_script = argv.first().map(Path::new).is_some_and(|script| {
