@@ -80,6 +80,13 @@ impl Line {
     fn read_flag<'a>(&mut self, argument: &[u8], mut rest: &'a [OsString]) -> Result<&'a [OsString], String> {
         let (flag, attached) = split(argument).map_err(|error| self.explain(error, argument, rest))?;
         let written = written(argument);
+        if let (Takes::Nothing, Some(more)) = (flag.takes, attached)
+            && has_more_letters(argument, more)
+        {
+            // Letters may share a dash, as in `-mr3`.
+            self.given.push(Given { flag, written, value: None });
+            return self.read_flag(&[b"-", more].concat(), rest);
+        }
         let value = match (flag.takes, attached) {
             (Takes::Nothing | Takes::Optional(_), None) => None,
             (Takes::Nothing, Some(_)) => return Err(format!("{written} takes no value")),
@@ -135,6 +142,12 @@ fn split(argument: &[u8]) -> Result<(&'static Flag, Option<&[u8]>), String> {
     };
     let attached = attached.strip_prefix(b"=").unwrap_or(attached);
     Ok((flag, (argument.len() > 2).then_some(attached)))
+}
+
+/// Returns whether the rest of an argument is further flags of one letter.
+fn has_more_letters(argument: &[u8], rest: &[u8]) -> bool {
+    let is_letter = |letter: &u8| flags::all().any(|flag| flag.short == Some(char::from(*letter)));
+    long_name(argument).is_none() && argument.get(2) != Some(&b'=') && rest.first().is_some_and(is_letter)
 }
 
 /// Returns `SECTION.KEY` of the training key called `name`, or the placeholder `SECTION.name` unless exactly one key
@@ -207,6 +220,7 @@ mod tests {
             ("--nproc_per_node=2", "nproc-per-node=2"),
             ("--nproc 2 --nproc=3", "nproc-per-node=2 nproc-per-node=3"),
             ("-r 3 -t=1 -t2 -m", "redirects=3 tee=1 tee=2 module"),
+            ("-mr3 -mt 1 -mh", "module redirects=3 module tee=1 module help"),
             ("--role=a=b --role=-x --role= --node-rank -1", "role=a=b role=-x role= node-rank=-1"),
             ("--resume --resume=x", "resume resume=x"),
         ] {
@@ -250,6 +264,7 @@ mod tests {
             ),
             ("--standalone=1", "--standalone takes no value"),
             ("-mx", "-m takes no value"),
+            ("-m=r3", "-m takes no value"),
             ("-x", "unknown flag -x; see --help"),
             (
                 "--print-completion bash",

@@ -224,6 +224,7 @@ fn invalid_values_are_refused_with_what_was_expected() {
         ("--start-method thread a.py", "--start-method thread: expected spawn, fork or forkserver"),
         ("--rdzv-conf abc a.py", "--rdzv-conf abc: expected KEY=VALUE"),
         ("--rdzv-conf join_timeout=abc a.py", "join_timeout=abc: expected a number of seconds"),
+        ("--nproc xpu a.py", "--nproc xpu: XPUs are not counted; give their number"),
         ("--log-rotate 64X a.py", "--log-rotate 64X: expected a number of bytes such as"),
         ("--preload a/b a.py", "--preload a/b: expected a comma-separated list of Python modules"),
         ("--preload torch --no-python a", "--preload imports Python modules: it needs a script or -m MODULE"),

@@ -19,6 +19,7 @@ pub(super) fn nproc(text: &str) -> Result<Nproc, String> {
         "auto" => Ok(Nproc::Auto),
         "gpu" => Ok(Nproc::Gpu),
         "cpu" => Ok(Nproc::Cpu),
+        "xpu" => Err("XPUs are not counted; give their number".into()),
         _ => match whole(text) {
             Ok(count) if (1..=MAX_NPROC).contains(&count) => Ok(Nproc::Count(count)),
             _ => Err(format!("expected a number from 1 to {MAX_NPROC}, auto, gpu or cpu")),
