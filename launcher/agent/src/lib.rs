@@ -53,6 +53,7 @@ pub mod stacks;
 pub mod state;
 pub mod status;
 pub mod stderr;
+mod template;
 pub mod waiting;
 pub mod work;
 pub mod worker_environment;

@@ -24,6 +24,8 @@ pub struct ResolvedCommand {
     pub name: String,
     /// Program and arguments of every worker.
     pub argv: Vec<OsString>,
+    /// True if `argv` is a command line of Python.
+    pub is_python: bool,
     pub preload: Vec<String>,
     pub role: String,
     pub run_id: Option<String>,
@@ -75,6 +77,7 @@ pub fn resolve(
     let usage = |message: String| Refusal::new(ExitCode::Usage, message);
     check_script(&spec.program, environment)?;
     let name = spec.name();
+    let is_python = !matches!(spec.program, Program::Binary(_));
     let argv = interpreter::argv(spec.program, spec.arguments, environment).map_err(usage)?;
     let nproc = match spec.nproc {
         Nproc::Count(count) => count,
@@ -90,6 +93,7 @@ pub fn resolve(
     Ok(ResolvedCommand {
         name,
         argv,
+        is_python,
         preload: spec.preload,
         role: spec.role,
         run_id: spec.run_id,
@@ -115,8 +119,8 @@ pub fn resolve(
 }
 
 /// Checks that a Python script exists, relative to the working directory. The check is skipped if Python may open
-/// another file: `PYTHON_EXEC` may be a wrapper that runs in a container, `${local_rank}` is replaced later, and a
-/// script that starts with a dash is an option of Python or its standard input.
+/// another file: `PYTHON_EXEC` may be a wrapper that runs in a container, `$local_rank` and `$$` are replaced later,
+/// and a script that starts with a dash is an option of Python or its standard input.
 ///
 /// # Errors
 /// A usage error if the script does not exist.
@@ -124,7 +128,9 @@ pub fn check_script(program: &Program, environment: Environment<'_>) -> Result<(
     let (Program::Script(script) | Program::RunPath(script)) = program else { return Ok(()) };
     let text = script.to_string_lossy();
     let wrapped = environment("PYTHON_EXEC").is_some_and(|chosen| !chosen.is_empty());
-    if wrapped || text.starts_with('-') || text.contains("${local_rank}") {
+    let is_replaced =
+        ["$local_rank", "${local_rank}", "$$"].iter().any(|placeholder| text.contains(placeholder));
+    if wrapped || text.starts_with('-') || is_replaced {
         return Ok(());
     }
     match fs_err::metadata(script) {

@@ -265,6 +265,7 @@ mod tests {
         ResolvedCommand {
             name: "train".into(),
             argv: vec!["train".into()],
+            is_python: false,
             preload: Vec::new(),
             role: "trainer".into(),
             run_id: None,

@@ -25,6 +25,7 @@ xlaunch_harness::tests! {
     final_exit_code_and_repeated_failure_stop_restarts,
     log_dir_has_layout_of_torchrun,
     flags_that_only_several_nodes_use_are_named_on_one_node,
+    unsupported_variables_of_torchrun_are_named,
     launches_at_the_same_time_have_different_run_ids,
     launchers_own_error_file_has_the_first_failure_or_the_signal,
     unsupported_options_are_refused_by_name,
@@ -156,9 +157,16 @@ fn stall_timeout_reports_idle_rank_but_not_computing_rank() {
 }
 
 fn local_rank_placeholder_in_arguments_is_substituted() {
-    let run =
-        Launch::new().run(&["--nproc", "2", "--", "echo", "data-${local_rank}-${local_rank}.bin", "$X"]);
-    assert_eq!(sorted_lines(&run.stdout), ["data-0-0.bin $X", "data-1-1.bin $X"], "{}", run.stderr);
+    let arguments = ["data-${local_rank}-$local_rank.bin", "$X", "$$"];
+    let launch = Launch::new();
+    let run = launch.run(&[&["--nproc", "2", "--", "echo"], &arguments[..]].concat());
+    assert_eq!(sorted_lines(&run.stdout), ["data-0-0.bin $X $$", "data-1-1.bin $X $$"], "{}", run.stderr);
+    // As under torchrun. This program only stands for Python.
+    launch.write("script.py", "");
+    let mut command = launch.command(&[&["--nproc", "2", "script.py"], &arguments[..]].concat());
+    let run = command.env("PYTHON_EXEC", "echo").output().unwrap();
+    let printed = ["-u script.py data-0-0.bin $X $", "-u script.py data-1-1.bin $X $"];
+    assert_eq!(sorted_lines(&String::from_utf8_lossy(&run.stdout)), printed, "{run:?}");
 }
 
 fn worker_that_ignores_sigterm_is_killed_after_shutdown_timeout() {
@@ -338,4 +346,17 @@ fn flags_that_only_several_nodes_use_are_named_on_one_node() {
         assert_eq!(run.stderr.matches(&warning).count(), 1, "{}", run.stderr);
     }
     assert_eq!(launch.run(&["--", "true"]).stderr, "");
+}
+
+fn unsupported_variables_of_torchrun_are_named() {
+    let launch = Launch::new();
+    let stderr = |name, value| {
+        let run = launch.command(&["--", "true"]).env(name, value).output().unwrap();
+        String::from_utf8_lossy(&run.stderr).into_owned()
+    };
+    let name = "TORCHELASTIC_ENABLE_FILE_TIMER";
+    let warned = stderr(name, "1");
+    assert!(warned.starts_with(&format!("warning: {name} has no effect: ")), "{warned}");
+    assert_eq!(stderr(name, "0"), "");
+    assert!(stderr("TORCHELASTIC_HEALTH_CHECK_PORT", "8080").contains("`xlaunch status --ready`"));
 }

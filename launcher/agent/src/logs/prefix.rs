@@ -7,6 +7,7 @@
 //! | several ranks, not on a terminal | none, so that programs that parse torchrun's output find the same lines |
 //! | one rank | none, and bytes pass through unchanged |
 
+use crate::template::fill;
 use xlaunch_host::devices;
 
 /// torchrun's default template.
@@ -62,44 +63,16 @@ impl Prefix {
     pub(super) fn filled(&self, Ranks { rank, local_rank }: Ranks) -> Vec<u8> {
         let template = self.template.as_deref().unwrap_or(DEFAULT_TEMPLATE);
         let [rank, local_rank] = [rank, local_rank].map(|number| number.to_string());
-        let value = |name: &str| match name {
-            "role_name" => Some(self.role.as_str()),
-            "local_rank" => Some(local_rank.as_str()),
-            "rank" => Some(rank.as_str()),
-            "hostname" => Some(self.hostname.as_str()),
+        let value = |name: &[u8]| match name {
+            b"role_name" => Some(self.role.as_bytes()),
+            b"local_rank" => Some(local_rank.as_bytes()),
+            b"rank" => Some(rank.as_bytes()),
+            b"hostname" => Some(self.hostname.as_bytes()),
+            b"$" => Some(&b"$"[..]),
             _ => None,
         };
-        fill(template, value).into_bytes()
+        fill(template.as_bytes(), value)
     }
-}
-
-/// Replaces `$name` and `${name}` by their values and `$$` by `$`. Unknown names stay as they are, like in Python's
-/// `Template.safe_substitute`.
-fn fill<'a>(template: &str, value: impl Fn(&str) -> Option<&'a str>) -> String {
-    let (mut out, mut rest) = (String::new(), template);
-    while let Some((before, after)) = rest.split_once('$') {
-        out.push_str(before);
-        let bare = after.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).unwrap_or(after.len());
-        let (name, length) = match after.strip_prefix('{').and_then(|inner| inner.split_once('}')) {
-            Some((name, _)) => (name, name.len() + 2),
-            None => (&after[..bare], bare),
-        };
-        match value(name) {
-            _ if after.starts_with('$') => {
-                out.push('$');
-                rest = &after[1..];
-            }
-            Some(value) => {
-                out.push_str(value);
-                rest = &after[length..];
-            }
-            None => {
-                out.push('$');
-                rest = after;
-            }
-        }
-    }
-    out + rest
 }
 
 #[cfg(test)]

@@ -33,6 +33,7 @@ use crate::resolved_command::{LogOptions, ResolvedCommand, quote_line};
 use crate::run_dir::RunDir;
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
+use crate::template::fill;
 use crate::waiting::Group;
 use crate::worker_environment::{self, CommandGroup};
 use crate::workload::heartbeat::HeartbeatMonitor;
@@ -244,7 +245,7 @@ impl Workload for CommandWorkload<'_> {
         let spec = self.spec;
         let (program, arguments) = spec.argv.split_first().map_or((OsStr::new(""), &[][..]), |(p, a)| (p, a));
         let mut command = Command::new(program);
-        command.args(arguments.iter().map(|argument| for_rank(argument, rank)));
+        command.args(arguments.iter().map(|argument| for_rank(argument, rank, spec.is_python)));
         self.base.apply(&mut command);
         command.envs(worker_environment::command_variables(
             &self.group(attempt),
@@ -344,16 +345,14 @@ fn bounded(options: &LogOptions) -> LogOptions {
     LogOptions { rotate_bytes: options.rotate_bytes.or(limit), ..options.clone() }
 }
 
-/// Replaces `${local_rank}` in an argument, as torchrun does.
-fn for_rank(argument: &OsStr, rank: u32) -> OsString {
-    const MACRO: &[u8] = b"${local_rank}";
-    let mut rest = argument.as_bytes();
-    let mut filled = Vec::with_capacity(rest.len());
-    while let Some(at) = rest.windows(MACRO.len()).position(|window| window == MACRO) {
-        filled.extend_from_slice(&rest[..at]);
-        filled.extend_from_slice(rank.to_string().as_bytes());
-        rest = &rest[at + MACRO.len()..];
-    }
-    filled.extend_from_slice(rest);
-    OsString::from_vec(filled)
+/// Returns an argument for a rank: `$local_rank` and `${local_rank}` are its local rank, as in torchrun. So is `$$` a
+/// `$`, except for programs: in the command of a shell, it is the id of the process.
+fn for_rank(argument: &OsStr, rank: u32, is_python: bool) -> OsString {
+    let rank = rank.to_string();
+    let value = |name: &[u8]| match name {
+        b"local_rank" => Some(rank.as_bytes()),
+        b"$" if is_python => Some(&b"$"[..]),
+        _ => None,
+    };
+    OsString::from_vec(fill(argument.as_bytes(), value))
 }

@@ -53,7 +53,8 @@ pub struct CommandSpec {
     pub nproc: Nproc,
     /// The program that each worker runs.
     pub program: Program,
-    /// Arguments of the program. `${local_rank}` in an argument is replaced by the worker's local rank.
+    /// Arguments of the program. `$local_rank` and `${local_rank}` are replaced by the worker's local rank, and `$$` in
+    /// arguments of Python programs by `$`.
     #[serde(with = "os_text::list")]
     pub arguments: Vec<OsString>,
     /// Python modules that one process per node imports before it forks the workers. Default: none, and workers are
