@@ -2,6 +2,7 @@
 
 use std::io;
 
+use nix::errno::Errno;
 use nix::unistd::{Uid, User, getgid, getuid};
 
 /// The account of a user who submits a job.
@@ -14,9 +15,17 @@ pub struct Account {
 
 /// Looks up the account with this user id. The daemon's own user has one in any case, unless it is root. Blocks.
 pub(crate) fn find(uid: u32) -> io::Result<Option<Account>> {
-    let user = User::from_uid(Uid::from_raw(uid))?;
+    let user = known(User::from_uid(Uid::from_raw(uid)))?;
     let account = user.map(|user| Account { name: user.name, gid: user.gid.as_raw() });
     Ok(account.or_else(|| of_daemon(uid, getuid().as_raw(), getgid().as_raw())))
+}
+
+/// Returns the result of a lookup. A database that does not exist, as in a minimal container, has no entries.
+pub(crate) fn known<T>(found: nix::Result<Option<T>>) -> io::Result<Option<T>> {
+    match found {
+        Err(Errno::ENOENT) => Ok(None),
+        found => Ok(found?),
+    }
 }
 
 /// Returns an account for the user of a daemon in a container, where any user id can run programs. Its jobs have the
@@ -63,6 +72,13 @@ mod tests {
         let own = Account { name: "7".into(), gid: 8 };
         assert_eq!(of_daemon(7, 7, 8), Some(own));
         assert_eq!([of_daemon(6, 7, 8), of_daemon(0, 0, 8)], [None, None]);
+    }
+
+    #[test]
+    fn missing_database_has_no_entries() {
+        assert_eq!(known::<()>(Err(Errno::ENOENT)).unwrap(), None);
+        assert!(known::<()>(Err(Errno::EIO)).is_err());
+        assert_eq!(known(Ok(Some(7))).unwrap(), Some(7));
     }
 
     #[test]

@@ -229,8 +229,8 @@ impl fmt::Debug for Access {
 
 /// Returns whether the user belongs to the group; false if either does not exist.
 fn is_member(group: &str, uid: u32) -> io::Result<bool> {
-    let Some(group) = Group::from_name(group)? else { return Ok(false) };
-    let Some(user) = User::from_uid(Uid::from_raw(uid))? else { return Ok(false) };
+    let Some(group) = users::known(Group::from_name(group))? else { return Ok(false) };
+    let Some(user) = users::known(User::from_uid(Uid::from_raw(uid)))? else { return Ok(false) };
     Ok(getgrouplist(&CString::new(user.name)?, user.gid)?.contains(&group.gid))
 }
 

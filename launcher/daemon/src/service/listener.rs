@@ -16,7 +16,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use xlaunch_host::net::limits::Connection;
 use xlaunch_host::net::{self, Connections, Credentials, Limits, Replaces};
 
-use crate::trusted_path;
+use crate::{trusted_path, users};
 
 pub(super) const LIMITS: Limits =
     Limits { per_holder: 64, total: 512, margin: 1, replaces: Replaces::OwnYielding };
@@ -55,7 +55,8 @@ pub fn bind(socket: &Path, group: Option<&str>) -> io::Result<UnixListener> {
     let fd = stream_socket()?;
     rustix::net::bind(&fd, &address)?;
     let group = group.filter(|_| rustix::process::getuid().is_root());
-    let gid = group.map(Group::from_name).transpose()?.flatten().map(|group| group.gid.as_raw());
+    let found = group.map(|group| users::known(Group::from_name(group))).transpose()?.flatten();
+    let gid = found.map(|group| group.gid.as_raw());
     if let (Some(group), None) = (group, gid) {
         tracing::warn!("group `{group}` does not exist: only root can connect to {}", socket.display());
     }
