@@ -139,6 +139,12 @@ fn request(
     };
     match &line.target {
         None => Err(nothing_to_launch(name)),
+        // As from a variable that is not set.
+        Some(Target::Script(argv) | Target::Program(argv))
+            if argv.first().is_some_and(|first| first.is_empty()) =>
+        {
+            Err("nothing to launch: the name of the script, module or program is empty".into())
+        }
         Some(Target::Trainer(config)) => {
             let launch = trainer::launch(&reader, config)?;
             Ok(Request::Trainer(launch, group()?))

@@ -255,6 +255,10 @@ fn invalid_values_are_refused_with_what_was_expected() {
         let refusal = refused(Name::Xlaunch, line, &[("CUDA_VISIBLE_DEVICES", "1,0")]);
         assert!(refusal.contains(words), "{line}: {refusal}");
     }
+    for line in [&["--nproc", "2", ""][..], &["-m", "", "x"], &["--", ""]] {
+        let refusal = ask(Name::Xlaunch, line, &[]).unwrap_err();
+        assert_eq!(refusal, "nothing to launch: the name of the script, module or program is empty");
+    }
     let refusal = refused(Name::Torchrun, "a.py", &[("PET_MAX_RESTARTS", "few")]);
     assert_eq!(refusal, "PET_MAX_RESTARTS=few: expected a whole number");
     let refusal = refused(Name::Torchrun, "a.py", &[("PET_STANDALONE", "yes")]);
