@@ -69,7 +69,9 @@ impl Line {
             } else if name == Name::Xlaunch && bytes.ends_with(b".toml") {
                 line.target = Some(Target::Trainer(first.clone()));
             } else {
-                line.target = Some(Target::Script([std::slice::from_ref(first), rest].concat()));
+                // torchrun's parser drops a `--` between a script and its arguments.
+                let arguments = rest.strip_prefix(&[OsString::from("--")]).unwrap_or(rest);
+                line.target = Some(Target::Script([std::slice::from_ref(first), arguments].concat()));
                 break;
             }
         }
@@ -236,6 +238,9 @@ mod tests {
             (Name::Xlaunch, "-m x.y --nproc 3 -- -h", "module", script("x.y --nproc 3 -- -h")),
             (Name::Xlaunch, "--nproc 2 -- ./a.out -h", "nproc-per-node=2", program("./a.out -h")),
             (Name::Torchrun, "-- a.toml --d", "", script("a.toml --d")),
+            (Name::Torchrun, "-- a.py -- b", "", script("a.py -- b")),
+            (Name::Xlaunch, "a.py -- -- b", "", script("a.py -- b")),
+            (Name::Xlaunch, "a.py b -- c", "", script("a.py b -- c")),
             (Name::Torchrun, "--tee 3 a.toml --d", "tee=3", script("a.toml --d")),
             (
                 Name::Xlaunch,
