@@ -19,7 +19,7 @@ fn adapters_train_as_in_peft_and_are_exchanged_with_it() {
 /// The whole comparison is `python3 tests/peers/sft.py`.
 fn chats_train_as_in_trl() {
     let mut command = peer("sft.py");
-    // Otherwise glibc returns the memory of every large tensor to the system, a third of the time of this test.
+    // Otherwise glibc returns the memory of every large tensor to the system: a quarter of the CPU time of this test.
     command.env("MALLOC_MMAP_THRESHOLD_", "1073741824").env("MALLOC_TRIM_THRESHOLD_", "4294967296");
     let output = run_ok(command.arg("--xlaunch").arg(xlaunch_path()));
     assert_eq!(output.matches(": equal: ").count(), 3, "{output}");
