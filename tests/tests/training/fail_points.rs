@@ -201,7 +201,10 @@ fn hang_is_reported_with_its_rank_and_phase() {
 fn job_whose_binary_is_replaced_restarts() {
     let job = Job::with_fail_points("forward@1:6/0=hang");
     let (program, next) = (job.path().join("xlaunch"), job.path().join("next"));
-    std::fs::copy(xlaunch_with_fail_points(), &program).unwrap();
+    // Not by this process: a child that another test starts meanwhile would have the copy open for writing, which
+    // prevents its execution.
+    let copied = Command::new("cp").args([xlaunch_with_fail_points(), program.as_path()]).status().unwrap();
+    assert!(copied.success());
     let command = job.command(&["train.toml", "--nproc", "2", "--set", "launch.max_restarts=1"]);
     let environment = command.get_envs().filter_map(|(name, value)| Some((name, value?)));
     let mut copy = Command::new(&program);
