@@ -39,6 +39,9 @@ fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
     match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => search(path, None, output, argument),
         Ok(_) => Ok(vec![path.into()]),
+        Err(_) if argument.contains("://") => Err(PrepareError::Usage(format!(
+            "{argument} is not a file on this host: download it, or send it to the input `-` through a pipe"
+        ))),
         Err(_) if argument.contains(walk::WILDCARDS) => {
             let (base, rest) = walk::split(path);
             let glob = rest.to_string_lossy();
@@ -117,6 +120,7 @@ mod tests {
         let refusal = |argument: &str| find(&[argument.to_owned()], &root).unwrap_err().to_string();
         assert!(refusal("/nonexistent/a").contains("No such file"));
         assert!(refusal(&format!("{}/*.md", root.display())).contains("no file matches"));
+        assert!(refusal("s3://bucket/*.jsonl").contains("not a file on this host: download it"));
     }
 
     /// The cache of Hugging Face's hub has links in `snapshots` to files in `blobs`.
