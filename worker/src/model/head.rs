@@ -72,7 +72,7 @@ impl Model {
         let dim = self.shape.dim;
         let dy = self.activation(output.last.y.len())?;
         let dw = (!self.layout.is_frozen()).then(|| grads.slice(self.layout.head.clone()));
-        let chunks = self.chunks(output, usize::MAX);
+        let chunks = self.chunks(output, output.rows.count());
         // Every chunk adds to the gradient, which loses precision if the sum is rounded to Bf16 each time.
         let several = chunks.len() > 1 && acc == Accumulate::Overwrite;
         let rounded = dw.filter(|dw| dw.dtype() == DType::Bf16 && several);
@@ -139,7 +139,7 @@ impl Model {
     ) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
         let rows = output.rows.count();
         let most = if self.memory.classifier_chunk == 0 { default } else { self.memory.classifier_chunk };
-        (0..rows.div_ceil(most)).map(move |chunk| chunk * most..rows.min((chunk + 1).saturating_mul(most)))
+        (0..rows.div_ceil(most)).map(move |chunk| chunk * most..rows.min((chunk + 1) * most))
     }
 
     fn head_shape(&self, rows: usize) -> LinearShape {
