@@ -68,7 +68,7 @@ struct Grid {
     uint64_t clock = 0;
 };
 
-// Those who access two bytes of shared memory by atomics.
+// Atomic accesses to two bytes of shared memory.
 struct AtomicAccess {
     Access access;
     uint16_t warp_epoch;

@@ -15,7 +15,7 @@ use super::pass::{OnProgress, Progress};
 use super::saved_activations::{Block, Heads, Inputs, Mlp, Normed, SavedActivations, Unnormed};
 use super::{Model, Rows, attention_shape, narrow};
 
-/// What the head reads.
+/// The result of the pass, which the head reads.
 #[derive(Debug)]
 pub struct Output<'a> {
     pub(super) rows: Rows<'a>,
@@ -26,7 +26,7 @@ pub struct Output<'a> {
 /// The activations that backward needs. Backward frees each tensor after its last use.
 #[derive(Debug)]
 pub struct Activations<'a> {
-    /// What the head reads.
+    /// The result of the pass.
     pub output: Output<'a>,
     pub(super) blocks: Vec<SavedActivations>,
 }

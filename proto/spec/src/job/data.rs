@@ -16,8 +16,7 @@ pub struct DataSection {
     /// directories). Relative to the configuration file. A prepared directory includes its tokenizer and validation
     /// data. Globs skip hidden directories, directories with a CACHEDIR.TAG, Python virtual environments and
     /// `job.output`, and follow links to directories where a part other than `**` matches them. Several prepared
-    /// directories are mixed in the ratio of their weights: a list of tables with `path`
-    /// and `weight`.
+    /// directories are mixed in the ratio of their weights: a list of tables with `path` and `weight`.
     #[serde(deserialize_with = "one_or_more::deserialize")]
     #[cfg_attr(feature = "schema", schemars(with = "data_source::Forms"))]
     pub train: Vec<DataSource>,

@@ -63,8 +63,8 @@ const LLAMA_28M: ModelShape = ModelShape {
     ..LLAMA
 };
 
-/// As many parameters as GPT-2 124M, in blocks that reach its loss with fewer tokens: see docs/optimizers.md. Only what
-/// a public family can represent, so that the model can be exported.
+/// As many parameters as GPT-2 124M, in blocks that reach its loss with fewer tokens: see docs/optimizers.md. A public
+/// family can represent it, so the model can be exported.
 const SPEEDRUN_124M: ModelShape = ModelShape {
     layers: 12,
     heads: 6,
