@@ -184,6 +184,7 @@ impl ChatEncoder {
             let spans = self.answers(format, messages, chat, &text)?;
             (text, spans)
         };
+        check_tools(messages, &chat.tools, &text)?;
         let pieces = self.pieces(&text, generation)?;
         let mut spans = in_characters(&text, &spans);
         // The rule of `transformers` for generation blocks counts each token that overlaps with one.
@@ -266,6 +267,33 @@ impl ChatEncoder {
         }
         self.tokenizer.encode_with_offsets(text, trimmed).map_err(|error| error.to_string())
     }
+}
+
+/// Refuses a chat whose tools or calls the template leaves out: the model would learn to answer nothing in place of a
+/// call, or to call tools that it does not know.
+fn check_tools(messages: &[Value], tools: &Value, text: &str) -> Result<(), String> {
+    let is_lost = |entry: &Value| {
+        let function = entry.get_attr("function").ok().filter(|function| !function.is_undefined());
+        let name = function.unwrap_or_else(|| entry.clone()).get_attr("name").unwrap_or_default();
+        name.as_str().is_some_and(|name| !text.contains(name))
+    };
+    let lost = |what: &str, remedy: &str| {
+        Err(format!(
+            "the chat template writes nothing of {what}\nhelp: use a template that does (--chat-template FILE){remedy}"
+        ))
+    };
+    let entries = |list: &Value| list.try_iter().into_iter().flatten().collect::<Vec<_>>();
+    let schemas = entries(tools);
+    if !schemas.is_empty() && schemas.iter().all(is_lost) {
+        return lost("`tools`", ", or remove them");
+    }
+    for (index, message) in messages.iter().enumerate() {
+        let calls = message.get_attr("tool_calls").unwrap_or_default();
+        if has_role(message, ASSISTANT) && entries(&calls).iter().any(is_lost) {
+            return lost(&format!("`messages[{index}].tool_calls`"), "");
+        }
+    }
+    Ok(())
 }
 
 /// Returns the `generation` blocks of the messages that count for the loss. The blocks of a message are those that a

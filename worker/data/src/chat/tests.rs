@@ -182,6 +182,21 @@ fn calls_of_tools_count_and_their_results_do_not() {
 }
 
 #[test]
+fn tools_that_the_template_leaves_out_are_refused() {
+    let tools = TOOLS.replace("null", "\"\"");
+    let error = trained_on(CHATML, &tools).unwrap_err();
+    assert!(error.contains("writes nothing of `tools`") && error.contains("--chat-template FILE"), "{error}");
+    let (calls, _) = tools.split_once(",\n    \"tools\"").unwrap();
+    let error = trained_on(CHATML, &format!("{calls}}}")).unwrap_err();
+    assert!(error.contains("writes nothing of `messages[1].tool_calls`"), "{error}");
+    trained_on(QWEN3, &format!("{calls}}}")).unwrap();
+    // Keys without tools, as the rows of tables have them.
+    let plain =
+        PLAIN.replace("]}", "], \"tools\": []}").replace("Hello. é\"", "Hello. é\", \"tool_calls\": []");
+    assert_eq!(trained_on(CHATML, &plain).unwrap(), ["Hello. é<|im_end|>", "So long.<|im_end|>"]);
+}
+
+#[test]
 fn content_in_parts_is_written_as_the_template_does() {
     let row = r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content":
         [{"type": "text", "text": "Hel "}, {"type": "text", "text": "lo."}]}]}"#;
