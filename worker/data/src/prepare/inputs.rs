@@ -6,6 +6,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::PrepareError;
+use super::kind::extension;
 use crate::walk;
 
 /// Something to read.
@@ -37,7 +38,10 @@ fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
     let path = Path::new(argument);
     // The name of a file may look like a glob.
     match std::fs::metadata(path) {
-        Ok(metadata) if metadata.is_dir() => search(path, None, output, argument),
+        Ok(metadata) if metadata.is_dir() => {
+            let files = search(path, None, output, argument)?;
+            check_splits(path, &files).map(|()| files)
+        }
         Ok(_) => Ok(vec![path.into()]),
         Err(_) if argument.contains("://") => Err(PrepareError::Usage(format!(
             "{argument} is not a file on this host: download it, or send it to the input `-` through a pipe"
@@ -78,6 +82,40 @@ fn search(
     } else {
         Ok(files)
     }
+}
+
+/// Words in the paths of tables that are a dataset's training data.
+const TRAIN_WORDS: [&str; 2] = ["train", "training"];
+/// Words in the paths of tables that a dataset holds out, as Python's `datasets` reads them.
+const HELD_OUT_WORDS: [&str; 8] =
+    ["validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"];
+/// Extensions of tables, and of JSON.
+const TABLES: [&str; 7] = ["parquet", "jsonl", "ndjson", "json", "csv", "tsv", "tab"];
+
+/// Refuses a directory with the training data of a dataset and data that is held out from it, which would be trained
+/// on.
+fn check_splits(dir: &Path, files: &[PathBuf]) -> Result<(), PrepareError> {
+    let first = |wanted: &[&str], other: &[&str]| {
+        files.iter().find(|file| {
+            let path = file.strip_prefix(dir).unwrap_or(file).to_string_lossy().to_lowercase();
+            let has =
+                |words: &[&str]| path.split(|c: char| !c.is_alphabetic()).any(|word| words.contains(&word));
+            let is_table = extension(file).is_some_and(|extension| TABLES.contains(&extension.as_str()));
+            is_table && has(wanted) && !has(other)
+        })
+    };
+    let Some((train, held_out)) =
+        first(&TRAIN_WORDS, &HELD_OUT_WORDS).zip(first(&HELD_OUT_WORDS, &TRAIN_WORDS))
+    else {
+        return Ok(());
+    };
+    let dir = dir.display();
+    Err(PrepareError::Usage(format!(
+        "{dir}: it holds training data ({}) and data that is held out from it ({})\nhelp: name the files to read by a \
+         glob, such as '{dir}/**/*train*'",
+        train.display(),
+        held_out.display()
+    )))
 }
 
 #[cfg(test)]
@@ -121,6 +159,37 @@ mod tests {
         assert!(refusal("/nonexistent/a").contains("No such file"));
         assert!(refusal(&format!("{}/*.md", root.display())).contains("no file matches"));
         assert!(refusal("s3://bucket/*.jsonl").contains("not a file on this host: download it"));
+    }
+
+    #[test]
+    fn directory_with_data_that_is_held_out_is_refused() {
+        let refusal = |files: &[&str]| {
+            let dir = tempfile::tempdir().unwrap();
+            for file in files {
+                let path = dir.path().join(file);
+                fs_err::create_dir_all(path.parent().unwrap()).unwrap();
+                fs_err::write(path, "x").unwrap();
+            }
+            let arguments = |end: &str| [format!("{}{end}", dir.path().display())];
+            assert_eq!(find(&arguments("/**"), Path::new("/none")).unwrap().len(), files.len());
+            find(&arguments(""), Path::new("/none")).err().map(|error| error.to_string())
+        };
+        for files in [
+            ["README.md", "data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
+            ["train_sft.jsonl.gz", "train_gen.jsonl.gz", "eval_sft.jsonl.gz"],
+            ["c4-train.00000.json.zst", "c4-validation.00000.json.zst", "c4-train.00001.json.zst"],
+            ["train/0.csv", "dev/0.csv", "train/1.csv"],
+        ] {
+            let error = refusal(&files).unwrap();
+            assert!(error.contains("held out") && error.contains("/**/*train*'"), "{error}");
+        }
+        for files in [
+            ["train.py", "test.py", "tests/data.json"],
+            ["train-00000.parquet", "train-00001.parquet", "README.md"],
+            ["latest.jsonl", "trains.jsonl", "test-train.jsonl"],
+        ] {
+            assert_eq!(refusal(&files), None, "{files:?}");
+        }
     }
 
     /// The cache of Hugging Face's hub has links in `snapshots` to files in `blobs`.

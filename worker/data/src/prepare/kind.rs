@@ -110,7 +110,7 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
 }
 
 /// Returns the extension of a file's name, ignoring that of its compression.
-fn extension(path: &Path) -> Option<String> {
+pub(super) fn extension(path: &Path) -> Option<String> {
     let name = path.file_name()?.to_string_lossy().to_lowercase();
     let name = [".gz", ".zst"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
     name.rsplit_once('.').map(|(_, extension)| extension.to_owned())
