@@ -177,6 +177,7 @@ impl Directory {
     /// Opens the weights for a model that differs from this one at most in its sequence length. Reads only the headers.
     pub(crate) fn weights(&self, shape: &ModelShape, layout: &Layout) -> Result<Weights, ModelError> {
         let files = self.files()?;
+        let names = Family::of(shape.arch).names;
         let mut found: HashMap<String, Found> = HashMap::new();
         let mut opened = Vec::with_capacity(files.len());
         for (index, (name, expected)) in files.into_iter().enumerate() {
@@ -191,7 +192,10 @@ impl Directory {
                 check_place(&path, &name, info, data, bytes)?;
                 found.insert(name, (index, info.clone(), data));
             }
-            if let Some(missing) = expected.iter().find(|name| !found.contains_key(*name)) {
+            // Indexes may name frequencies of rotation that newer versions of the library no longer save.
+            let is_missing =
+                |name: &&String| !found.contains_key(*name) && !tensor_names::is_derived(name, names, shape);
+            if let Some(missing) = expected.iter().find(is_missing) {
                 return Err(tensor_error(&path, missing, &format!("not found, although {INDEX} names it")));
             }
             opened.push((path, file));

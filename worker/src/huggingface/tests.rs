@@ -547,6 +547,10 @@ fn hostile_files_and_indexes_are_refused() {
         fs::write(&index, text).unwrap();
         refused("index.json");
     }
+    // Older versions of the library saved frequencies, which some indexes still name.
+    let frequencies = json!({"model.layers.0.self_attn.rotary_emb.inv_freq": "part.safetensors"});
+    fs::write(&index, json!({"weight_map": frequencies}).to_string()).unwrap();
+    read(&output, shape).unwrap();
     fs::write(&index, json!({"weight_map": {"model.other.weight": "part.safetensors"}}).to_string()).unwrap();
     refused("model.other.weight");
     fs::write(&index, json!({"weight_map": {"model.norm.weight": "part.safetensors"}}).to_string()).unwrap();
