@@ -15,6 +15,7 @@
 pub mod chat;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
+pub mod hub;
 mod inspect;
 mod manifest;
 mod prepare;

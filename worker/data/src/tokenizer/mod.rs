@@ -140,12 +140,13 @@ impl Tokenizer {
     pub fn from_file(path: &Path) -> Result<Self, TokenizerError> {
         let dir = path.parent().unwrap_or(Path::new(""));
         let read = |error: std::io::Error| {
-            let reason = match other_format(dir).filter(|_| error.kind() == std::io::ErrorKind::NotFound) {
+            let reason = match other_format(dir) {
+                _ if error.kind() != std::io::ErrorKind::NotFound => error.to_string(),
                 Some(other) => format!(
                     "it does not exist, and {other} is not read; convert it in Python with \
                      `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`"
                 ),
-                None => error.to_string(),
+                None => crate::hub::missing(path),
             };
             TokenizerError::Read { path: path.into(), reason }
         };

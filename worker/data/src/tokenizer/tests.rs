@@ -128,7 +128,9 @@ fn texts_of_decoders_are_those_of_all_ids() {
 fn files_that_are_not_there_are_named_with_what_to_do() {
     let dir = tempfile::tempdir().unwrap();
     let open = || Tokenizer::open(&dir.path().display().to_string()).unwrap_err().to_string();
-    assert!(open().contains("No such file"), "{}", open());
+    assert!(open().contains("does not exist"), "{}", open());
+    let error = Tokenizer::open("Qwen/Qwen3-0.6B").unwrap_err().to_string();
+    assert!(error.contains("`hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B`"), "{error}");
     fs_err::write(dir.path().join("tokenizer.model"), "").unwrap();
     assert!(open().contains("tokenizer.model is not read; convert it in Python"), "{}", open());
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
