@@ -343,7 +343,13 @@ pub fn children(pid: u32) -> Vec<u32> {
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let children =
         pids.filter(|child| state_and_parent(&stat(*child)).is_some_and(|(_, parent)| parent == pid));
-    children.filter(|child| process_name(*child) != "launch-reaper").collect()
+    children.filter(|child| !is_reaper(*child)).collect()
+}
+
+/// Returns whether a process is a guard. It names itself a while after its start, and has no arguments after its end.
+fn is_reaper(pid: u32) -> bool {
+    let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    arguments.starts_with(b"launch-reaper\0") || process_name(pid) == "launch-reaper"
 }
 
 /// Returns a process's name, as shown by `ps`.
@@ -367,4 +373,19 @@ fn state_and_parent(stat: &str) -> Option<(char, u32)> {
 pub fn has_program(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|dir| dir.join(name).is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guard_that_has_not_named_itself_yet_is_not_a_worker() {
+        let mut command = Command::new("sh");
+        let mut guard =
+            command.arg0("launch-reaper").args(["-c", "read _"]).stdin(Stdio::piped()).spawn().unwrap();
+        assert!(!children(std::process::id()).contains(&guard.id()));
+        drop(guard.stdin.take());
+        guard.wait().unwrap();
+    }
 }
