@@ -214,7 +214,9 @@ fn running_in(registry: &Path) -> Vec<Running> {
     if ensure_private(registry, false).is_err() {
         return Vec::new();
     }
-    let entries = fs_err::read_dir(registry).into_iter().flatten().flatten();
+    // Opening anything else might block.
+    let is_dir = |entry: &fs_err::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
+    let entries = fs_err::read_dir(registry).into_iter().flatten().flatten().filter(is_dir);
     let running = entries.filter(|entry| is_locked(&entry.path())).filter_map(|entry| {
         let name = entry.file_name().into_string().ok()?;
         Some(Running { name, socket: entry.path().join(SOCKET) })
@@ -358,6 +360,16 @@ mod tests {
         }
         assert_eq!(names(&registry), [entry.name()]);
         assert!(!registry.join("dead-1").exists() && registry.join("dead-2").exists());
+    }
+
+    #[test]
+    fn pipe_among_the_entries_is_skipped() {
+        let dir = tempfile::tempdir().unwrap();
+        let registry = dir.path().join("registry");
+        let entry = Entry::create_in(&registry, "live", "1").unwrap();
+        let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
+        rustix::fs::mknodat(rustix::fs::CWD, registry.join("pipe"), kind, mode, 0).unwrap();
+        assert_eq!(names(&registry), [entry.name()]);
     }
 
     #[test]
