@@ -50,6 +50,8 @@ pub(crate) fn from_list(text: &str) -> Result<Vec<Host>, String> {
 
 /// Parses a host file. Errors begin with the number of the line.
 pub(crate) fn from_file(text: &str) -> Result<Vec<Host>, String> {
+    // Editors on Windows begin files with a byte order mark.
+    let text = text.trim_start_matches('\u{feff}');
     let lines = (1..)
         .zip(text.lines())
         .map(|(number, line): (usize, &str)| (number, line.split('#').next().unwrap_or_default().trim()));
@@ -207,6 +209,7 @@ mod tests {
         );
         // A line per slot, as in PBS_NODEFILE.
         assert_eq!(shown(from_file("n1\nn1\nn2\nn1\nn2\n")), "n1=3 n2=2");
+        assert_eq!(shown(from_file("\u{feff}n1\r\nn2 slots=2\r\n")), "n1 n2=2");
     }
 
     #[test]
