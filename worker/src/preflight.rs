@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::job::{DataSource, Invalid, JobSpec, TrainSection};
+use xlaunch_spec::job::{DataSource, Invalid, JobSpec, LoraSection, TrainSection};
 use xlaunch_spec::lineage::Fingerprint;
 use xlaunch_spec::model::{ModelSection, ModelShape};
 use xlaunch_spec::refusal::Refusal;
@@ -237,6 +237,9 @@ fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusa
         ready.warnings.extend(rows_as_text(&spec.data.train));
     }
     ready.warnings.extend(inherited_ffn(&spec.model, &shape));
+    if !spec.lora.is_on() && spec.lora != LoraSection::default() {
+        ready.warnings.push("[lora] has no effect: lora.rank is 0, so all weights are trained".into());
+    }
     // Checkpoints contain the tokenizer even if no text is sampled.
     dataset.tokenizer.load().map_err(WorkerError::from)?;
     let layout = Layout::of_job(spec, &shape).map_err(usage)?;
@@ -419,5 +422,17 @@ mod tests {
             );
         }
         assert!(warnings("*").is_empty());
+    }
+
+    #[test]
+    fn settings_of_adapters_without_a_rank_are_a_warning() {
+        let dir = tempfile::tempdir().unwrap();
+        fs_err::write(dir.path().join("a.txt"), "some text\n".repeat(1000)).unwrap();
+        let mut spec = JobSpec::default();
+        spec.data.train = vec![dir.path().join("a.txt").display().to_string().into()];
+        assert!(preflight_data(&spec, 1).unwrap().warnings.is_empty());
+        spec.lora.alpha = Some(32.0);
+        let warnings = preflight_data(&spec, 1).unwrap().warnings;
+        assert!(warnings.len() == 1 && warnings[0].contains("lora.rank is 0"), "{warnings:?}");
     }
 }
