@@ -290,7 +290,11 @@ impl Weights {
         if spec.model.preset.is_none() {
             spec.model.complete(own);
         }
-        let Some((key, theirs, ours)) = contradiction(own, &spec.model.resolve()?) else { return Ok(()) };
+        // A key that contradicts the weights is named first: it may not fit the other sizes, which are theirs.
+        let wanted = if spec.model.preset.is_none() { spec.model.over(own) } else { spec.model.resolve()? };
+        let Some((key, theirs, ours)) = contradiction(own, &wanted) else {
+            return spec.model.resolve().map(drop);
+        };
         let whose = self.path().display();
         let problem = format!("{ours} contradicts checkpoint.init: it is {theirs} in {whose}");
         Err(Invalid::new(key, problem, format!("{theirs}, or no such key")))

@@ -187,6 +187,9 @@ fn model_keys_that_are_not_set_come_from_the_weights_and_others_must_agree() {
         assert_eq!(invalid.key, "model.layers");
         let text = invalid.to_string();
         assert!(text.contains("3 contradicts checkpoint.init: it is 2 in /"), "{text}");
+        // A number of heads that does not fit the other sizes of the weights.
+        let heads = filled(|spec| spec.model.heads = Some(3)).unwrap_err();
+        assert!(heads.key == "model.heads" && heads.to_string().contains("contradicts"), "{heads}");
         assert_eq!(
             filled(|spec| spec.model.preset = Some("llama-1b".into())).unwrap_err().key,
             "model.layers"

@@ -145,7 +145,7 @@ macro_rules! keys {
             }
 
             /// Returns the shape in which keys that are not set are those of `base`.
-            fn over(&self, base: &ModelShape) -> ModelShape {
+            pub fn over(&self, base: &ModelShape) -> ModelShape {
                 ModelShape { $($key: Clone::clone(self.$key.as_ref().unwrap_or(&base.$key))),* }
             }
         }
