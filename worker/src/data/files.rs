@@ -17,6 +17,10 @@ pub(super) fn matching(
 ) -> Result<Vec<PathBuf>, DataError> {
     let mut found = Vec::new();
     for pattern in patterns {
+        if pattern.contains("://") {
+            let reason = "it is not on this host; download it first".into();
+            return Err(DataError::Read { path: pattern.into(), reason });
+        }
         // Remove `.` and `..`: the paths from walkdir have none.
         let (base, rest) = walk::split(&normalize(Path::new(pattern)));
         if !rest.as_os_str().is_empty() {
@@ -57,6 +61,13 @@ fn search(base: &Path, glob: &str, skip: &Path, found: &mut Vec<FoundFile>) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn address_on_the_network_is_refused_by_its_name() {
+        let error = matching("data.train", &["s3://bucket/*.txt".into()], Path::new("/none")).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("s3://bucket/*.txt: it is not on this host; download it"), "{error}");
+    }
 
     #[test]
     fn globs_skip_caches_environments_hidden_directories_and_output() {

@@ -157,6 +157,10 @@ fn value(text: &str) -> Value {
 fn resolve(mut spec: JobSpec, path: &Path, here: &Path, home: Option<&Path>) -> JobSpec {
     let config_dir = here.join(path).parent().map_or_else(|| here.to_path_buf(), Path::to_path_buf);
     let absolute = |base: &Path, path: &str| {
+        // An address on the network is refused by its name later.
+        if path.contains("://") {
+            return path.to_owned();
+        }
         let path = match (path.strip_prefix("~/"), home) {
             (Some(rest), Some(home)) => home.join(rest),
             _ => base.join(path),
@@ -402,6 +406,8 @@ mod tests {
         let spec = resolved("[job]\noutput = \"~/runs\"\n[data]\ntrain = [\"~/a/*.txt\", \"~b/*.txt\"]\n");
         assert_eq!(spec.job.output, "/root/runs");
         assert_eq!(spec.data.train, ["/root/a/*.txt".into(), "/home/me/deploy/~b/*.txt".into()]);
+        let spec = resolved("[data]\ntrain = \"s3://bucket/a.txt\"\n");
+        assert_eq!(spec.data.train, ["s3://bucket/a.txt".into()]);
     }
 
     fn renamed(text: &str, overrides: &[Override]) -> Result<(f64, Vec<String>), String> {
