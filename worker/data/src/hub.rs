@@ -1,5 +1,5 @@
-//! Names of models on the Hugging Face Hub. This program downloads nothing, but recognises a name that was given instead of
-//! a path.
+//! Names of models on the Hugging Face Hub. This program downloads nothing, but recognises a name that was given in
+//! place of a path.
 
 use std::path::Path;
 

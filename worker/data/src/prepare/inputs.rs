@@ -6,7 +6,6 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::PrepareError;
-use super::kind::extension;
 use crate::walk;
 
 /// Something to read.
@@ -116,6 +115,13 @@ fn check_splits(dir: &Path, files: &[PathBuf]) -> Result<(), PrepareError> {
         train.display(),
         held_out.display()
     )))
+}
+
+/// Returns the extension of a file's name, ignoring that of its compression.
+pub(super) fn extension(path: &Path) -> Option<String> {
+    let name = path.file_name()?.to_string_lossy().to_lowercase();
+    let name = [".gz", ".zst"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
+    name.rsplit_once('.').map(|(_, extension)| extension.to_owned())
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::inputs::Input;
+use super::inputs::{Input, extension};
 
 /// Kind of an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,13 +107,6 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
     known.or((nuls * NUL_SHARE > head.len()).then_some(
         "binary data with many NUL bytes, such as token ids; train on those as they are, and convert UTF-16 to UTF-8",
     ))
-}
-
-/// Returns the extension of a file's name, ignoring that of its compression.
-pub(super) fn extension(path: &Path) -> Option<String> {
-    let name = path.file_name()?.to_string_lossy().to_lowercase();
-    let name = [".gz", ".zst"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
-    name.rsplit_once('.').map(|(_, extension)| extension.to_owned())
 }
 
 #[cfg(test)]
