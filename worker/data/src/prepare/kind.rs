@@ -1,7 +1,5 @@
 //! Detects the kind of an input from its name and its first bytes. Pure.
 
-use std::path::Path;
-
 use super::inputs::{Input, extension};
 
 /// Kind of an input.
