@@ -119,9 +119,9 @@ impl Token {
         if mode & others != 0 {
             return Err(TokenError::Readable { path: path.into(), mode });
         }
-        // One byte more than allowed, and one for the line feed. With this capacity the buffer is never reallocated,
-        // which would leave a copy of the token in memory.
-        let most = MAX_TOKEN_BYTES + 2;
+        // One byte more than allowed, and two for the end of the line. With this capacity the buffer is never
+        // reallocated, which would leave a copy of the token in memory.
+        let most = MAX_TOKEN_BYTES + 3;
         let mut bytes = Zeroizing::new(Vec::with_capacity(most));
         file.take(most as u64).read_to_end(&mut bytes).map_err(failed)?;
         Self::parse(bytes, &format!("`{}`", path.display()))
@@ -144,7 +144,7 @@ impl Token {
         set.map(|value| Self::parse(Zeroizing::new(value.into_vec()), name)).transpose()
     }
 
-    /// Accepts a token sent by a parent process, with or without a trailing line feed; `origin` is for messages.
+    /// Accepts a token sent by a parent process, with or without the end of a line; `origin` is for messages.
     ///
     /// # Errors
     /// Fails if the token is too short or too long.
@@ -178,8 +178,9 @@ impl Token {
     }
 
     fn parse(mut bytes: Zeroizing<Vec<u8>>, origin: &str) -> Result<Self, TokenError> {
-        if bytes.last() == Some(&b'\n') {
-            bytes.pop();
+        // Files of Windows editors have a carriage return before the line feed.
+        for end in [b'\n', b'\r'] {
+            bytes.pop_if(|last| *last == end);
         }
         match bytes.len() {
             0..MIN_TOKEN_BYTES => Err(TokenError::Short { origin: origin.into(), bytes: bytes.len() }),
@@ -242,16 +243,15 @@ mod tests {
     }
 
     #[test]
-    fn token_file_is_read_without_one_line_feed() {
+    fn token_file_is_read_without_the_end_of_its_line() {
         let dir = tempfile::tempdir().unwrap();
-        for (text, expected) in
-            [(SECRET.to_owned(), 16), (format!("{SECRET}\n"), 16), (format!("{SECRET}\n\n"), 17)]
-        {
+        for (end, expected) in [("", 16), ("\n", 16), ("\r\n", 16), ("\n\n", 17)] {
+            let text = format!("{SECRET}{end}");
             let token = Token::read(&file(dir.path(), &text, 0o600)).unwrap();
             assert_eq!(token.expose().len(), expected, "{text:?}");
         }
         let longest = "x".repeat(MAX_TOKEN_BYTES);
-        assert!(Token::read(&file(dir.path(), &format!("{longest}\n"), 0o400)).is_ok());
+        assert!(Token::read(&file(dir.path(), &format!("{longest}\r\n"), 0o400)).is_ok());
     }
 
     #[test]
