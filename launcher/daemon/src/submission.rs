@@ -14,7 +14,7 @@ use super::state::{Submitted, bounded};
 use xlaunch_host::naming::file_name;
 
 /// Maximum length of a job's name in bytes. Names are ASCII.
-const MAX_NAME_BYTES: usize = 64;
+pub(crate) const MAX_NAME_BYTES: usize = 64;
 
 /// Resources of the node, and the operator's limits on jobs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -10,6 +10,7 @@ use xlaunch_tests::{Node, Process, is_alive, read_state, send_signal, wait_for, 
 xlaunch_harness::tests! {
     job_runs_in_directory_and_environment_of_its_submission,
     submit_wait_returns_exit_code_and_report,
+    changed_name_of_a_job_is_reported,
     queued_jobs_start_by_priority_and_order,
     job_that_starts_from_the_weights_of_another_takes_its_model_and_refuses_contradictions,
     checkpoint_and_stacks_of_a_training_job_are_taken_on_request,
@@ -48,6 +49,14 @@ fn submit_wait_returns_exit_code_and_report() {
     assert_eq!(wait("sleep 0.2").code, 0);
     let failed = wait("exit 9");
     assert!(failed.code == 9 && failed.reports_exit_code(9), "{}", failed.stderr);
+}
+
+fn changed_name_of_a_job_is_reported() {
+    let node = Node::new("");
+    let renamed = node.run(&["submit", "--hold", "--name", "\u{e9}t\u{e9} 1", "--", "true"]);
+    assert!(renamed.stderr.contains("the job is named _t__1: "), "{}", renamed.stderr);
+    let kept = node.run(&["submit", "--hold", "--name", "v1.2_b-3", "--", "true"]);
+    assert!(!kept.stderr.contains("named"), "{}", kept.stderr);
 }
 
 fn queued_jobs_start_by_priority_and_order() {

@@ -9,7 +9,7 @@ use crate::allowed_variables;
 use crate::commands::{Command, CommandError, Reply, Submission};
 use crate::runtime::Stop;
 use crate::state::{Element, Hold, Jobs, Record};
-use crate::submission;
+use crate::submission::{self, MAX_NAME_BYTES};
 use crate::users::Account;
 use crate::view::Caller;
 
@@ -57,6 +57,7 @@ impl Manager {
         }
         let (held, parallel) = (request.held, request.array_parallel);
         let indices = std::mem::take(&mut request.array_indices);
+        let name = request.name.clone();
         self.jobs.look_up_dependencies(caller, &mut request.scheduling.get_or_insert_default().after)?;
         let (mut submitted, mut description) =
             submission::resolve(submission, caller.uid, &self.node_limits())?;
@@ -67,6 +68,7 @@ impl Manager {
         } else {
             allowed_variables::withheld(&description.environment)
         };
+        let warnings = warnings(&withheld, &name, &submitted.name);
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, self.now(), job);
         (submitted.user, submitted.gid) = (account.name, account.gid);
@@ -89,7 +91,7 @@ impl Manager {
         } else {
             Record::Submitted(Box::new(submitted))
         })?;
-        Ok(Submission { jobs: self.messages_of(job)?, repeated: false, warnings: warnings(&withheld) })
+        Ok(Submission { jobs: self.messages_of(job)?, repeated: false, warnings })
     }
 
     /// Returns the job, or all jobs of its array that have not been forgotten.
@@ -136,13 +138,19 @@ impl Manager {
     }
 }
 
-fn warnings(withheld: &[String]) -> Vec<String> {
-    if withheld.is_empty() {
-        return Vec::new();
+fn warnings(withheld: &[String], wanted: &str, name: &str) -> Vec<String> {
+    let mut warnings = Vec::new();
+    if !withheld.is_empty() {
+        warnings.push(format!(
+            "these variables do not reach training jobs on this node because they could run code (jobs.allow_commands \
+             is false): {}",
+            withheld.join(", ")
+        ));
     }
-    vec![format!(
-        "these variables do not reach training jobs on this node because they could run code (jobs.allow_commands is \
-        false): {}",
-        withheld.join(", ")
-    )]
+    if ![name, ""].contains(&wanted) {
+        warnings.push(format!(
+            "the job is named {name}: names have at most {MAX_NAME_BYTES} ASCII letters, digits, `.`, `_` and `-`"
+        ));
+    }
+    warnings
 }
