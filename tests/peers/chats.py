@@ -32,34 +32,35 @@ DEEPSEEK = [f"<\uff5c{name}\uff5c>" for name in DEEPSEEK_NAMES]
 
 
 def families(text):
-    """Yields the name of a template, its tokenizer, its first and its last token, and whether it takes tools."""
+    """Yields the name of a template, its tokenizer, its first and its last token, and whether it writes schemas of tools
+    and calls, or calls only."""
     words = splits(QWEN)
     thinking = [AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
     qwen = lambda: byte_level(text, words, CHATML, normalizers.NFC(), added=thinking)
-    yield "chatml", qwen(), None, "<|im_end|>", False
-    yield "chatml_generation", qwen(), None, "<|im_end|>", False
-    yield "parts", qwen(), None, "<|im_end|>", False
-    yield "either", qwen(), None, "<|im_end|>", False
-    yield "qwen3", qwen(), None, "<|im_end|>", True
+    yield "chatml", qwen(), None, "<|im_end|>", None
+    yield "chatml_generation", qwen(), None, "<|im_end|>", None
+    yield "parts", qwen(), None, "<|im_end|>", None
+    yield "either", qwen(), None, "<|im_end|>", None
+    yield "qwen3", qwen(), None, "<|im_end|>", "schemas"
     llama3 = byte_level(text, splits(LLAMA3), LLAMA3_TOKENS, template="<|begin_of_text|>", ignore_merges=True)
     # As published: leading white space is not part of the range of a token.
     llama3.post_processor = processors.ByteLevel(trim_offsets=True)
-    yield "llama3", llama3, "<|begin_of_text|>", "<|eot_id|>", True
+    yield "llama3", llama3, "<|begin_of_text|>", "<|eot_id|>", "calls"
     mistral = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
-    yield "mistral", sentencepiece(text, mistral, gemma=False), "<s>", "</s>", True
+    yield "mistral", sentencepiece(text, mistral, gemma=False), "<s>", "</s>", "schemas"
     turns = ["<pad>", "<bos>", "<eos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
-    yield "gemma", sentencepiece(text, turns, gemma=True), "<bos>", "<eos>", False
+    yield "gemma", sentencepiece(text, turns, gemma=True), "<bos>", "<eos>", None
     wide = lambda *tokens: [AddedToken(token, rstrip=True, normalized=False, special=True) for token in tokens]
     phi = ["<unk>", "<s>", "</s>", "<|endoftext|>", *wide("<|user|>", "<|assistant|>", "<|end|>")]
-    yield "phi3", sentencepiece(text, phi, gemma=False), "<s>", "<|endoftext|>", False
+    yield "phi3", sentencepiece(text, phi, gemma=False), "<s>", "<|endoftext|>", None
     smollm = byte_level(text, splits(LLAMA3), CHATML, added=thinking)
     smollm.post_processor = processors.ByteLevel(trim_offsets=True)
-    yield "smollm3", smollm, None, "<|im_end|>", True
-    yield "zephyr", sentencepiece(text, ["<unk>", "<s>", "</s>"], gemma=False), "<s>", "</s>", False
-    yield "olmo2", byte_level(text, splits(LLAMA3), ["<|endoftext|>"]), "<|endoftext|>", "<|endoftext|>", False
+    yield "smollm3", smollm, None, "<|im_end|>", "schemas"
+    yield "zephyr", sentencepiece(text, ["<unk>", "<s>", "</s>"], gemma=False), "<s>", "</s>", None
+    yield "olmo2", byte_level(text, splits(LLAMA3), ["<|endoftext|>"]), "<|endoftext|>", "<|endoftext|>", None
     granite = ["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"]
-    yield "granite", byte_level(text, words, granite), "<|end_of_text|>", "<|end_of_text|>", True
-    yield "deepseek", byte_level(text, words, DEEPSEEK, template=DEEPSEEK[0]), DEEPSEEK[0], DEEPSEEK[1], True
+    yield "granite", byte_level(text, words, granite), "<|end_of_text|>", "<|end_of_text|>", "schemas"
+    yield "deepseek", byte_level(text, words, DEEPSEEK, template=DEEPSEEK[0]), DEEPSEEK[0], DEEPSEEK[1], "calls"
 
 
 def random_text(pick):
@@ -81,7 +82,7 @@ def random_chat(pick, tools):
             messages.append({"role": "tool", "content": say()})
         messages.append({"role": "assistant", "content": say()})
     schema = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
-    return {"messages": messages, **({"tools": [schema]} if tools and pick.random() < 0.5 else {})}
+    return {"messages": messages, **({"tools": [schema]} if tools == "schemas" and pick.random() < 0.5 else {})}
 
 
 def in_parts(pick, message):

@@ -18,6 +18,8 @@ const MAX_CHAT_BYTES: usize = 16 << 20;
 const MASK_HELP: &str = "help: use a template with `generation` blocks (--chat-template FILE), or leave such chats out \
                          with --on-error skip";
 
+/// Field of a message with the tools that it calls.
+const TOOL_CALLS: &str = "tool_calls";
 /// Texts of short chats that templates are examined with, which templates themselves do not contain.
 const QUESTION: &str = "7q3";
 const ANSWER: &str = "7a4";
@@ -184,7 +186,7 @@ impl ChatEncoder {
             let spans = self.answers(format, messages, chat, &text)?;
             (text, spans)
         };
-        check_tools(messages, &chat.tools, &text)?;
+        check_tools(format, messages, &chat.tools, &text)?;
         let pieces = self.pieces(&text, generation)?;
         let mut spans = in_characters(&text, &spans);
         // The rule of `transformers` for generation blocks counts each token that overlaps with one.
@@ -269,28 +271,30 @@ impl ChatEncoder {
     }
 }
 
-/// Refuses a chat whose tools or calls the template leaves out: the model would learn to answer nothing in place of a
-/// call, or to call tools that it does not know.
-fn check_tools(messages: &[Value], tools: &Value, text: &str) -> Result<(), String> {
-    let is_lost = |entry: &Value| {
-        let function = entry.get_attr("function").ok().filter(|function| !function.is_undefined());
-        let name = function.unwrap_or_else(|| entry.clone()).get_attr("name").unwrap_or_default();
-        name.as_str().is_some_and(|name| !text.contains(name))
+/// Refuses a chat that is rendered to the same `text` without its tools, or without a call of them: the model would
+/// learn to answer nothing in place of a call, or to call tools that it does not know.
+fn check_tools(format: &Format, messages: &[Value], tools: &Value, text: &str) -> Result<(), String> {
+    const HELP: &str = "help: use a template that does (--chat-template FILE)";
+    let is_same = |messages: &[Value], tools: &Value| {
+        let rendered = format.template.render(&Value::from(messages.to_vec()), tools, false);
+        rendered.is_ok_and(|rendered| rendered == text)
     };
-    let lost = |what: &str, remedy: &str| {
-        Err(format!(
-            "the chat template writes nothing of {what}\nhelp: use a template that does (--chat-template FILE){remedy}"
-        ))
-    };
-    let entries = |list: &Value| list.try_iter().into_iter().flatten().collect::<Vec<_>>();
-    let schemas = entries(tools);
-    if !schemas.is_empty() && schemas.iter().all(is_lost) {
-        return lost("`tools`", ", or remove them");
+    if tools.len().is_some_and(|len| len > 0) && is_same(messages, &Value::from(())) {
+        return Err(format!("the chat template writes nothing of `tools`\n{HELP}, or remove them"));
     }
     for (index, message) in messages.iter().enumerate() {
-        let calls = message.get_attr("tool_calls").unwrap_or_default();
-        if has_role(message, ASSISTANT) && entries(&calls).iter().any(is_lost) {
-            return lost(&format!("`messages[{index}].tool_calls`"), "");
+        let calls = message.get_attr(TOOL_CALLS).unwrap_or_default();
+        if !has_role(message, ASSISTANT) || calls.len().is_none_or(|len| len == 0) {
+            continue;
+        }
+        let mut without = messages.to_vec();
+        let keys = message.try_iter().into_iter().flatten().filter(|key| key.as_str() != Some(TOOL_CALLS));
+        let pairs = keys.map(|key| (key.clone(), message.get_item(&key).unwrap_or_default()));
+        without[index] = Value::from_pairs(pairs);
+        if is_same(&without, tools) {
+            return Err(format!(
+                "the chat template writes nothing of `messages[{index}].{TOOL_CALLS}`\n{HELP}"
+            ));
         }
     }
     Ok(())
