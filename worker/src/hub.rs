@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use crate::checkpoint::directory;
+
 pub(crate) use xlaunch_data::hub::missing;
 
 /// Says that a directory has no model of any kind and, if it is that of a model in the hub's cache, where the model is.
@@ -10,7 +12,7 @@ pub(crate) fn no_model(path: &Path) -> String {
     let hint = if snapshots.is_dir() {
         format!("; in the cache of Hugging Face's hub, a model is a directory in {}", snapshots.display())
     } else {
-        String::new()
+        directory::newest_run(path)
     };
     format!(
         "neither a checkpoint, nor a directory of checkpoints, nor a run's directory with checkpoints, nor a model in \

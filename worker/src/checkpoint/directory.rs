@@ -136,6 +136,19 @@ pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
     }
 }
 
+/// Returns a hint at the newest run of a job's directory that has no checkpoint itself, or that there is no such
+/// directory.
+pub(crate) fn newest_run(dir: &Path) -> String {
+    let latest = dir.join("latest");
+    if latest.is_dir() {
+        format!("; its newest run is {}", latest.display())
+    } else if dir.exists() {
+        String::new()
+    } else {
+        ": it does not exist".into()
+    }
+}
+
 /// Resolves a path given by a user: it may be a checkpoint, a directory of checkpoints, or a run. For the latter two,
 /// this is the newest valid checkpoint. Also returns the rejected ones.
 pub fn locate(path: &Path) -> Result<(PathBuf, Vec<(PathBuf, CheckpointError)>), CheckpointError> {

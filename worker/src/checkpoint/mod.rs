@@ -104,7 +104,7 @@ pub enum CheckpointError {
     Memory { rank: u32, mib: u64, reason: String },
     #[error("the memory snapshot of step {step} is damaged on rank {rank}: {reason}")]
     DamagedMemory { step: u64, rank: u32, reason: String },
-    #[error("no checkpoint in {}", path.display())]
+    #[error("no checkpoint in {}{}", path.display(), directory::newest_run(path))]
     None { path: PathBuf },
     #[error("no valid checkpoint in {}: {}", path.display(), reasons.join("; "))]
     NoneValid { path: PathBuf, reasons: Vec<String> },

@@ -115,6 +115,17 @@ fn recovery_finds_checkpoints_of_this_run_only_and_cleans_up() {
 }
 
 #[test]
+fn directory_without_a_checkpoint_is_named_with_its_newest_run() {
+    let job = tempfile::tempdir().unwrap();
+    let error = |path: &Path| directory::locate(path).unwrap_err().to_string();
+    assert!(error(&job.path().join("missing")).ends_with("missing: it does not exist"));
+    assert!(!error(job.path()).contains("its newest run"));
+    fs_err::create_dir(job.path().join("20260101-000000")).unwrap();
+    std::os::unix::fs::symlink("20260101-000000", job.path().join("latest")).unwrap();
+    assert!(error(job.path()).ends_with("/latest"), "{}", error(job.path()));
+}
+
+#[test]
 fn newest_memory_snapshot_is_taken_without_opening_a_checkpoint_unless_one_is_newer() {
     let dir = tempfile::tempdir().unwrap();
     let save_of = |run: &str, step| {
