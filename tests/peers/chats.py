@@ -32,8 +32,8 @@ DEEPSEEK = [f"<\uff5c{name}\uff5c>" for name in DEEPSEEK_NAMES]
 
 
 def families(text):
-    """Yields the name of a template, its tokenizer, its first and its last token, and whether it writes schemas of tools
-    and calls, or calls only."""
+    """Yields the name of a template, its tokenizer, its first and its last token, and whether it writes tools and their
+    calls, or calls only."""
     words = splits(QWEN)
     thinking = [AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
     qwen = lambda: byte_level(text, words, CHATML, normalizers.NFC(), added=thinking)
