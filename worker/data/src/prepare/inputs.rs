@@ -38,6 +38,12 @@ fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
     // The name of a file may look like a glob.
     match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => {
+            if path.join(SAVED_SPLITS).is_file() {
+                return Err(PrepareError::Usage(format!(
+                    "{argument}: it is a dataset in Arrow, as Python's `datasets` saves it; write the split as Parquet \
+                     with `dataset[\"train\"].to_parquet(FILE)`"
+                )));
+            }
             let files = search(path, None, output, argument)?;
             check_splits(path, &files).map(|()| files)
         }
@@ -83,6 +89,8 @@ fn search(
     }
 }
 
+/// File in a directory that `DatasetDict.save_to_disk` writes.
+const SAVED_SPLITS: &str = "dataset_dict.json";
 /// Words in the paths of tables that are a dataset's training data.
 const TRAIN_WORDS: [&str; 2] = ["train", "training"];
 /// Words in the paths of tables that a dataset holds out, as Python's `datasets` reads them.
@@ -196,6 +204,8 @@ mod tests {
         ] {
             assert_eq!(refusal(&files), None, "{files:?}");
         }
+        let saved = ["dataset_dict.json", "train/data-00000-of-00001.arrow", "train/state.json"];
+        assert!(refusal(&saved).unwrap().contains("in Arrow"));
     }
 
     /// The cache of Hugging Face's hub has links in `snapshots` to files in `blobs`.
