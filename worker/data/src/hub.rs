@@ -15,11 +15,15 @@ pub fn missing(path: &Path) -> String {
     let owner = parent.and_then(name).filter(|owner| plain(&&**owner));
     let model = name(path).filter(|model| plain(&&**model));
     match owner.zip(model) {
-        Some((owner, model)) => format!(
-            "it does not exist; if {owner}/{model} is a model on Hugging Face's hub, download it first: `hf download \
-             {owner}/{model} --local-dir {}`",
-            path.display()
-        ),
+        Some((owner, model)) => {
+            let path = path.display().to_string();
+            // An address, such as https://huggingface.co/OWNER/MODEL, is not a directory.
+            let dir = if path.contains("://") { &model } else { &path };
+            format!(
+                "it does not exist; if {owner}/{model} is a model on Hugging Face's hub, download it first: `hf \
+                 download {owner}/{model} --local-dir {dir}`"
+            )
+        }
         None => "it does not exist".into(),
     }
 }
@@ -37,6 +41,8 @@ mod tests {
             assert!(missing(&path).contains(&command), "{}", missing(&path));
         }
         assert!(missing(Path::new("Qwen/Qwen3-0.6B")).contains("--local-dir Qwen/Qwen3-0.6B`"));
+        let address = missing(Path::new("https://huggingface.co/Qwen/Qwen3-0.6B"));
+        assert!(address.contains("`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"), "{address}");
         // A directory of models exists, or the name is none of the hub.
         for other in ["model", "runs/../model", "a b/c", ".cache/x"] {
             let path = dir.path().join(other);
