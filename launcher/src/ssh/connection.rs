@@ -71,16 +71,17 @@ pub(super) async fn open(mut command: Command, description: &[u8], build: &str) 
     match answer {
         Ok(Answer::Ready) => Ok(Ready { child, input, stdout, stderr, early_stderr }),
         Ok(Answer::OtherBuild(other)) => Err(Failure::OtherBuild(other)),
-        Ok(Answer::Ended { greeted }) => {
+        Ok(Answer::Ended { greeted, printed }) => {
             drop(input);
             // A background process of the client may keep the pipe open.
             let _ = timeout(EXIT_TIMEOUT, collect(&mut stderr, &mut early_stderr)).await;
             let status = timeout(EXIT_TIMEOUT, child.wait()).await.ok().and_then(Result::ok);
-            Err(Failure::Ended {
-                status: status.and_then(|status| status.code()),
-                greeted,
-                stderr: text(&early_stderr),
-            })
+            let mut stderr = text(&early_stderr);
+            if stderr.trim().is_empty() {
+                // nologin(8) prints its reason to stdout.
+                stderr = printed;
+            }
+            Err(Failure::Ended { status: status.and_then(|status| status.code()), greeted, stderr })
         }
         Err(_) => Err(Failure::Silent { seconds: START_TIMEOUT.as_secs(), stderr: text(&early_stderr) }),
     }
@@ -89,7 +90,11 @@ pub(super) async fn open(mut command: Command, description: &[u8], build: &str) 
 enum Answer {
     Ready,
     OtherBuild(String),
-    Ended { greeted: bool },
+    /// The output has ended, and contained `printed` before the greeting.
+    Ended {
+        greeted: bool,
+        printed: String,
+    },
 }
 
 async fn handshake(
@@ -98,17 +103,18 @@ async fn handshake(
     description: &[u8],
     build: &str,
 ) -> Answer {
-    let mut early_bytes = 0;
+    let mut printed = String::new();
     let theirs = loop {
-        let Some(line) = line(stdout).await else { return Answer::Ended { greeted: false } };
+        let Some(line) = line(stdout).await else { return Answer::Ended { greeted: false, printed } };
         // A login script may have begun the line, for example with a title for the terminal.
         if let Some((_, build)) = line.split_once(GREETING) {
             break build.to_owned();
         }
-        if early_bytes > MAX_EARLY_BYTES {
-            return Answer::Ended { greeted: false };
+        if printed.len() > MAX_EARLY_BYTES {
+            return Answer::Ended { greeted: false, printed };
         }
-        early_bytes += line.len() + 1;
+        printed += &line;
+        printed.push('\n');
     };
     if theirs != build {
         return Answer::OtherBuild(theirs);
@@ -117,7 +123,7 @@ async fn handshake(
     let _ = input.write_all(description).await;
     match line(stdout).await {
         Some(line) if line == READY => Answer::Ready,
-        _ => Answer::Ended { greeted: true },
+        _ => Answer::Ended { greeted: true, printed },
     }
 }
 
@@ -155,5 +161,20 @@ mod tests {
         client.arg("-c").arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let opened = open(client, b"", "BUILD").await;
         assert!(opened.is_ok(), "{opened:?}");
+    }
+
+    #[tokio::test]
+    async fn reason_on_stdout_is_kept_if_there_is_none_on_stderr() {
+        let reason = async |script: &str| {
+            let mut client = Command::new("sh");
+            client.arg("-c").arg(script);
+            client.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+            match open(client, b"", "BUILD").await {
+                Err(Failure::Ended { stderr, .. }) => stderr,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(reason("echo 'not available'; exit 1").await, "not available\n");
+        assert_eq!(reason("echo welcome; echo refused >&2; exit 1").await, "refused\n");
     }
 }
