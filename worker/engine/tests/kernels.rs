@@ -39,6 +39,7 @@ xlaunch_harness::tests! {
         all_variants_of_attention_match_the_cpu,
         gradients_of_two_layers_in_one_kernel_match_the_cpu,
         layers_of_experts_by_wgmma_match_the_cpu,
+        symmetric_products_match_the_cpu,
         reads_fill_all_pieces_of_pinned_memory,
         results_do_not_depend_on_the_order_of_threads;
 }
@@ -340,6 +341,20 @@ fn layers_of_experts_by_wgmma_match_the_cpu() {
         assert!((6 * cases..=7 * cases).contains(&ran), "{grads:?}: {ran} of {cases} cases");
         same_bits_in_any_order(&backend, "experts 300", 4);
     }
+}
+
+/// Cases of matrices that become orthogonal; other GPUs multiply them by the library.
+const ORTHOGONAL: &str = "orthogonalize ";
+
+fn symmetric_products_match_the_cpu() {
+    let backend = open(Precision::Bf16);
+    backend.begin_profile();
+    let differences = differences(&backend, Precision::Bf16, ORTHOGONAL);
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
+    let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "symmetric_product");
+    // Two products in each of five steps, for each of two batches of one case. One case has odd sizes.
+    assert_eq!(ran.count(), 10 * selected(Precision::Bf16, ORTHOGONAL).len());
+    same_bits_in_any_order(&backend, "orthogonalize 328", 4);
 }
 
 fn reads_fill_all_pieces_of_pinned_memory() {

@@ -264,8 +264,16 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             Box::new(move |ops| ops.adamw(ADAMW, &params, &grads, &groups, &steps)),
         ));
     }
-    // The last one has more matrices than one GEMM multiplies.
-    for (shape, count) in [((24, 200), 1), ((200, 24), 2), ((9, 33), 3), ((40, 40), 1), ((8, 24), 66)] {
+    // The last but two has more matrices than one GEMM multiplies; the last two have several tiles.
+    for (shape, count) in [
+        ((24, 200), 1),
+        ((200, 24), 2),
+        ((9, 33), 3),
+        ((40, 40), 1),
+        ((8, 24), 66),
+        ((328, 336), 2),
+        ((600, 296), 2),
+    ] {
         let x = values(29, count * shape.0 * shape.1);
         let case = move |ops: &Ops<'_>| ops.orthogonalize(shape, &x);
         cases.push((format!("orthogonalize {} x {}, {count} matrices", shape.0, shape.1), Box::new(case)));

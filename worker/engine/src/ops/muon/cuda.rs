@@ -2,6 +2,7 @@
 
 use xlaunch_pool::DType;
 
+use super::symmetric::{self, Sizes};
 use super::{
     EPS, MARGIN, MuonMomentum, MuonPack, MuonPieces, MuonRowFactors, MuonRowMoments, MuonUpdate,
     Orthogonalize, POLAR_EXPRESS, ROW_EPS, StepConditions,
@@ -116,14 +117,25 @@ impl Polynomial<'_> {
 
     /// Computes it for the smaller of `A = x x^T` and `A = x^T x`.
     fn of(&self, gpu: &Cuda, x: Slice<'_>) -> Result<()> {
-        let Self { rows, cols, batch, gram, squared, .. } = *self;
-        let side = rows.min(cols);
+        let Self { rows, cols, batch, gram, squared, a, b, c } = *self;
+        let (side, depth) = (rows.min(cols), rows.max(cols));
+        let sizes = Sizes { side, depth, matrices: batch.count };
+        if symmetric::supports(gpu, sizes, &[x, gram, squared]) {
+            let operand = if self.is_tall() { symmetric::Operand::Across } else { symmetric::Operand::Along };
+            // SAFETY: checked above; each slice has `count` matrices of its size.
+            return unsafe {
+                symmetric::product(gpu, sizes, operand, x, None, gram)?;
+                let sum = symmetric::Sum { alpha: a, added: gram, beta: b, gamma: c };
+                let sizes = Sizes { depth: side, ..sizes };
+                symmetric::product(gpu, sizes, symmetric::Operand::Along, gram, Some(sum), squared)
+            };
+        }
         let operands = if self.is_tall() { [plain(x), transposed(x)] } else { [transposed(x), plain(x)] };
-        self.multiply(gpu, [side, side, rows.max(cols)], operands, gram)?;
+        self.multiply(gpu, [side, side, depth], operands, gram)?;
         self.multiply(gpu, [side; 3], [transposed(gram), plain(gram)], squared)?;
         let blocks = (side * side).div_ceil(BLOCK_THREADS as usize * VEC);
         let launch = Launch { grid: (blocks, batch.count, 1), block: (BLOCK_THREADS, 1), shared: 0 };
-        let args = args![gram, squared, side, self.a, self.b, self.c];
+        let args = args![gram, squared, side, a, b, c];
         // SAFETY: both hold `count` matrices of side * side activations.
         unsafe { gpu.launch("muon_polynomial", launch, args) }
     }

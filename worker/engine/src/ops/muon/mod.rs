@@ -26,6 +26,7 @@
 
 mod cpu;
 mod cuda;
+pub(crate) mod symmetric;
 mod table;
 
 use xlaunch_pool::DType;
@@ -55,7 +56,7 @@ const ROW_EPS: f32 = 1e-8;
 
 /// Limit of the matrices that one GEMM multiplies, in elements of the intermediate results: twice as many bytes in
 /// bf16. One matrix may have more.
-const BATCH_ELEMENTS: usize = 32 << 20;
+const BATCH_ELEMENTS: usize = 128 << 20;
 /// Largest number of matrices that one GEMM multiplies.
 const MAX_BATCH: usize = 64;
 

@@ -1,0 +1,97 @@
+//! Products of matrices with their own transposes on compute capability 9.0: launches of `symmetric.cu`.
+//!
+//! Half of such a product follows from the other half.
+
+use super::super::Cuda;
+use crate::cuda::hopper::{HopperKernel, OTHER_SHARED, SQUARE, THREADS, TILE_K, TILE_M, tensor_map};
+use crate::cuda::{Gpu, Macro, Source, args, source};
+use crate::error::Result;
+use crate::tensor::Slice;
+
+const SOURCE: Source = source!(
+    "muon/symmetric.cu",
+    after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh"
+);
+
+const TILE_N: usize = 256;
+/// Number of tiles of each operand in shared memory at a time: as many as fit.
+const STAGES: usize = 4;
+
+/// The kernel for each [`Operand`].
+pub(crate) static KERNELS: [HopperKernel; 2] =
+    [kernel(&macros(Operand::Along)), kernel(&macros(Operand::Across))];
+
+const fn kernel(macros: &'static [Macro]) -> HopperKernel {
+    let shared = STAGES * (TILE_M + TILE_N) * TILE_K * size_of::<u16>() + OTHER_SHARED;
+    HopperKernel { source: SOURCE, name: "symmetric_product", macros, threads: THREADS, shared }
+}
+
+const fn macros(operand: Operand) -> [Macro; 2] {
+    [Macro::int("ACROSS", operand as usize), Macro::int("STAGES", STAGES)]
+}
+
+/// The matrix x whose product is computed.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Operand {
+    /// x is (side, depth), and the product x x^T.
+    Along,
+    /// x is (depth, side), and the product x^T x.
+    Across,
+}
+
+/// Sizes of a batch of products.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    /// Rows and columns of a product.
+    pub(super) side: usize,
+    /// Number of products that are summed for each element.
+    pub(super) depth: usize,
+    /// Number of matrices.
+    pub(super) matrices: usize,
+}
+
+/// `alpha I + beta added + gamma x x^T`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sum<'a> {
+    pub(super) alpha: f32,
+    /// Of the sizes of the product, and symmetric.
+    pub(super) added: Slice<'a>,
+    pub(super) beta: f32,
+    pub(super) gamma: f32,
+}
+
+/// Returns whether the kernels support these sizes and operands.
+pub(super) fn supports(gpu: &Gpu, s: Sizes, operands: &[Slice<'_>]) -> bool {
+    gpu.hopper.supports(
+        operands,
+        &[s.side, s.depth],
+        &[s.matrices, s.side * s.matrices, s.depth * s.matrices],
+    )
+}
+
+/// Computes the product, or a sum with it, of each matrix of a batch.
+///
+/// # Safety
+/// The operands are supported and have these sizes, and `out` overlaps no input.
+pub(super) unsafe fn product(
+    gpu: &Cuda,
+    s: Sizes,
+    operand: Operand,
+    x: Slice<'_>,
+    sum: Option<Sum<'_>>,
+    out: Slice<'_>,
+) -> Result<()> {
+    let Sizes { side, depth, matrices } = s;
+    let boxes = [TILE_M, TILE_N].map(|rows| match operand {
+        Operand::Along => ([depth, side, matrices], [TILE_K, rows, 1]),
+        Operand::Across => ([side, depth, matrices], [SQUARE, SQUARE, 1]),
+    });
+    let [a, b] = boxes.map(|(dims, tile)| tensor_map(x, dims, tile));
+    let (alpha, beta, gamma) = sum.map_or((0.0, 0.0, 1.0), |sum| (sum.alpha, sum.beta, sum.gamma));
+    let added = sum.map(|sum| sum.added);
+    let args = args![a?, b?, added, out, side, depth, matrices, alpha, beta, gamma];
+    let tiles = matrices * side.div_ceil(TILE_M) * side.div_ceil(TILE_N);
+    let blocks = tiles.min(gpu.hopper.multiprocessors());
+    // SAFETY: the arguments are those of the kernel; the rest is the caller's promise.
+    unsafe { gpu.hopper.launch(&KERNELS[operand as usize], (blocks, 1, 1), args) }
+}
