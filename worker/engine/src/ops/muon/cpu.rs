@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::{
     EPS, MARGIN, MuonMomentum, MuonPack, MuonPiece, MuonPieces, MuonRowFactors, MuonRowMoments, MuonUpdate,
-    Orthogonalize, POLAR_EXPRESS, ROW_EPS, StepConditions,
+    Orthogonalize, ROW_EPS, StepConditions,
 };
 use crate::cpu::gemm::{Mat, blocked_gemm};
 use crate::cpu::math::simd;
@@ -87,34 +87,58 @@ pub(super) fn orthogonalize(t: &Threads, args: Orthogonalize<'_>) {
     let x = a.write(x, x.len());
     assert!(x.len().is_multiple_of(rows * cols), "orthogonalize: {} elements", x.len());
     let side = rows.min(cols);
-    let (mut gram, mut squared) = (vec![0.0; side * side], vec![0.0; side * side]);
+    let mut squares = [(); 3].map(|()| vec![0.0; side * side]);
     let mut product = vec![0.0; rows * cols];
     for x in x.chunks_exact_mut(rows * cols) {
-        one(t, (rows, cols), x, [&mut gram, &mut squared, &mut product]);
+        one(t, args, x, squares.each_mut().map(Vec::as_mut_slice), &mut product);
     }
 }
 
 /// Makes one matrix orthogonal.
-fn one(t: &Threads, (rows, cols): (usize, usize), x: &mut [f32], [gram, squared, product]: [&mut [f32]; 3]) {
+fn one(
+    t: &Threads,
+    args: Orthogonalize<'_>,
+    x: &mut [f32],
+    [gram, first, second]: [&mut [f32]; 3],
+    product: &mut [f32],
+) {
+    let Orthogonalize { rows, cols, .. } = args;
     let norm = x.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt();
     #[expect(clippy::cast_possible_truncation, reason = "the operations compute in f32")]
-    let factor = 1.0 / (MARGIN * norm as f32 + EPS);
-    x.iter_mut().for_each(|x| *x *= factor);
+    let scale = 1.0 / (MARGIN * norm as f32 + EPS);
+    x.iter_mut().for_each(|x| *x *= scale);
     let (side, tall) = (rows.min(cols), rows > cols);
-    for [a, b, c] in POLAR_EXPRESS {
+    for steps in args.steps() {
         let matrix = Mat::new(x, rows, cols);
         let [left, right] = if tall { [matrix.t(), matrix] } else { [matrix, matrix.t()] };
         blocked_gemm(t, gram, left, right);
-        let symmetric = Mat::new(gram, side, side);
-        blocked_gemm(t, squared, symmetric, symmetric.t());
-        for (i, (squared, gram)) in squared.iter_mut().zip(&*gram).enumerate() {
-            let diagonal = if i / side == i % side { a } else { 0.0 };
-            *squared = b * gram + c * *squared + diagonal;
-        }
-        let polynomial = Mat::new(squared, side, side);
-        let [left, right] = if tall { [matrix, polynomial.t()] } else { [polynomial, matrix] };
+        polynomial(t, side, gram, steps[0], first);
+        let factor: &[f32] = if let Some(next) = steps.get(1) {
+            blocked_gemm(t, second, Mat::new(first, side, side), Mat::new(gram, side, side));
+            blocked_gemm(t, gram, Mat::new(second, side, side), Mat::new(first, side, side));
+            polynomial(t, side, gram, *next, second);
+            blocked_gemm(t, gram, Mat::new(first, side, side), Mat::new(second, side, side));
+            gram
+        } else {
+            first
+        };
+        let [left, right] = if tall {
+            [matrix, Mat::new(factor, side, side)]
+        } else {
+            [Mat::new(factor, side, side), matrix]
+        };
         blocked_gemm(t, product, left, right);
         x.copy_from_slice(product);
+    }
+}
+
+/// `out = a I + b A + c A^2`.
+fn polynomial(t: &Threads, side: usize, gram: &[f32], [a, b, c]: [f32; 3], out: &mut [f32]) {
+    let symmetric = Mat::new(gram, side, side);
+    blocked_gemm(t, out, symmetric, symmetric.t());
+    for (i, (out, gram)) in out.iter_mut().zip(gram).enumerate() {
+        let diagonal = if i / side == i % side { a } else { 0.0 };
+        *out = b * gram + c * *out + diagonal;
     }
 }
 

@@ -1,21 +1,15 @@
-//! Muon on a GPU: products of matrices by batched GEMMs, the rest by small kernels.
+//! Muon on a GPU, except for products of matrices.
 
 use xlaunch_pool::DType;
 
-use super::symmetric::{self, Sizes};
 use super::{
-    EPS, MARGIN, MuonMomentum, MuonPack, MuonPieces, MuonRowFactors, MuonRowMoments, MuonUpdate,
-    Orthogonalize, POLAR_EXPRESS, ROW_EPS, StepConditions,
+    MuonMomentum, MuonPack, MuonPieces, MuonRowFactors, MuonRowMoments, MuonUpdate, ROW_EPS, StepConditions,
 };
-use crate::cuda::gemm::{Batch, Epilogue, GemmCall, Operand, plain, transposed};
 use crate::cuda::{Arg, BLOCK_THREADS, Gpu, Launch, VEC, args, expect, expect_grad, is_bf16};
 use crate::error::Result;
-use crate::ops::Cuda;
 use crate::ops::adamw::scalar;
 use crate::tensor::Slice;
 
-/// Partial sums of a matrix's squared norm; at most a block has threads.
-const NORM_PARTIALS: usize = 64;
 /// Blocks per piece are limited so that there are this many times as many as run at once: pieces differ in length.
 const WAVES: usize = 4;
 
@@ -56,111 +50,6 @@ pub(super) fn pack(gpu: &Gpu, a: MuonPack<'_>) -> Result<()> {
     let args = args![a.pieces.entries().all(), a.from, a.to];
     // SAFETY: checked above.
     unsafe { gpu.launch("muon_pack", launch(gpu, a.pieces), args) }
-}
-
-/// Returns the number of partial sums for a batch of matrices.
-pub(super) fn norm_partials(count: usize) -> usize {
-    count * NORM_PARTIALS
-}
-
-pub(super) fn orthogonalize(gpu: &Cuda, a: Orthogonalize<'_>) -> Result<()> {
-    let Orthogonalize { rows, cols, x } = a;
-    let (len, full) = (rows * cols, a.batch());
-    gpu.expect_act(x, x.len() / len * len);
-    let side = rows.min(cols);
-    let most = full.min(x.len() / len);
-    let partials = gpu.alloc(DType::F32, norm_partials(most))?;
-    let [scaled, gram, squared] =
-        [len, side * side, side * side].map(|elements| gpu.alloc(gpu.activations, most * elements));
-    let (scaled, gram, squared) = (scaled?, gram?, squared?);
-    for first in (0..x.len()).step_by(full * len) {
-        let x = x.slice(first..x.len().min(first + full * len));
-        let count = x.len() / len;
-        let scaled = scaled.slice(0..count * len);
-        let [gram, squared] = [&gram, &squared].map(|matrix| matrix.slice(0..count * side * side));
-        let blocks = |parts| Launch { grid: (parts, count, 1), block: (BLOCK_THREADS, 1), shared: 0 };
-        // SAFETY: x was checked; the others were allocated with room for as many matrices.
-        unsafe {
-            gpu.launch("muon_norm_partials", blocks(NORM_PARTIALS), args![x, partials.all(), len])?;
-            let parts = blocks(len.div_ceil(BLOCK_THREADS as usize * VEC));
-            let args = args![x, scaled, partials.all(), NORM_PARTIALS, len, MARGIN, EPS];
-            gpu.launch("muon_scale", parts, args)?;
-        }
-        // Five steps, an odd number, end in x.
-        let (mut from, mut to) = (scaled, x);
-        for [a, b, c] in POLAR_EXPRESS {
-            let step = Polynomial { rows, cols, batch: Batch { count, full }, gram, squared, a, b, c };
-            step.of(gpu, from)?;
-            step.times(gpu, from, to)?;
-            (from, to) = (to, from);
-        }
-    }
-    Ok(())
-}
-
-/// The symmetric matrix `a I + b A + c A^2` of each matrix of a batch, which is written over `squared`.
-struct Polynomial<'a> {
-    rows: usize,
-    cols: usize,
-    batch: Batch,
-    gram: Slice<'a>,
-    squared: Slice<'a>,
-    a: f32,
-    b: f32,
-    c: f32,
-}
-
-impl Polynomial<'_> {
-    fn is_tall(&self) -> bool {
-        self.rows > self.cols
-    }
-
-    /// Computes it for the smaller of `A = x x^T` and `A = x^T x`.
-    fn of(&self, gpu: &Cuda, x: Slice<'_>) -> Result<()> {
-        let Self { rows, cols, batch, gram, squared, a, b, c } = *self;
-        let (side, depth) = (rows.min(cols), rows.max(cols));
-        let sizes = Sizes { side, depth, matrices: batch.count };
-        if symmetric::supports(gpu, sizes, &[x, gram, squared]) {
-            let operand = if self.is_tall() { symmetric::Operand::Across } else { symmetric::Operand::Along };
-            // SAFETY: checked above; each slice has `count` matrices of its size.
-            return unsafe {
-                symmetric::product(gpu, sizes, operand, x, None, gram)?;
-                let sum = symmetric::Sum { alpha: a, added: gram, beta: b, gamma: c };
-                let sizes = Sizes { depth: side, ..sizes };
-                symmetric::product(gpu, sizes, symmetric::Operand::Along, gram, Some(sum), squared)
-            };
-        }
-        let operands = if self.is_tall() { [plain(x), transposed(x)] } else { [transposed(x), plain(x)] };
-        self.multiply(gpu, [side, side, depth], operands, gram)?;
-        self.multiply(gpu, [side; 3], [transposed(gram), plain(gram)], squared)?;
-        let blocks = (side * side).div_ceil(BLOCK_THREADS as usize * VEC);
-        let launch = Launch { grid: (blocks, batch.count, 1), block: (BLOCK_THREADS, 1), shared: 0 };
-        let args = args![gram, squared, side, a, b, c];
-        // SAFETY: both hold `count` matrices of side * side activations.
-        unsafe { gpu.launch("muon_polynomial", launch, args) }
-    }
-
-    /// Multiplies x by it.
-    fn times(&self, gpu: &Cuda, x: Slice<'_>, out: Slice<'_>) -> Result<()> {
-        let Self { rows, cols, squared, .. } = *self;
-        let side = rows.min(cols);
-        let operands =
-            if self.is_tall() { [transposed(squared), plain(x)] } else { [plain(x), plain(squared)] };
-        self.multiply(gpu, [cols, rows, side], operands, out)
-    }
-
-    /// Multiplies all matrices of the batch, which are column-major to the library.
-    fn multiply(
-        &self,
-        gpu: &Cuda,
-        [m, n, k]: [usize; 3],
-        [a, b]: [Operand<'_>; 2],
-        c: Slice<'_>,
-    ) -> Result<()> {
-        let call = GemmCall { m, n, k, a, b, epilogue: Epilogue::None, c, accumulate: false };
-        // SAFETY: every operand has `count` matrices of these sizes, and c is none of the inputs.
-        unsafe { gpu.gemm.run_batch(&call, self.batch) }
-    }
 }
 
 pub(super) fn row_moments(gpu: &Gpu, a: MuonRowMoments<'_>) -> Result<()> {

@@ -1,15 +1,15 @@
 // Symmetric products of matrices on compute capability 9.0, in bf16 and summed in fp32 in the order of the products:
 //
-//     c = x x^T, or x^T x with ACROSS        if `added` is null
-//     c = alpha I + beta added + gamma x x^T otherwise
+//     c = x y^T, or x^T y with ACROSS        if `added` is null
+//     c = alpha I + beta added + gamma x y^T otherwise
 //
 // One block per SM goes through tiles of the results, TILE_M x TILE_N each, of all matrices. Only tiles with elements
 // on or above the diagonal are computed. Blocks of 128 x 128 elements above it are written twice, the second time
 // transposed; blocks below it in such a tile are not written. One thread requests tiles of both operands, TILE_K deep,
 // into a ring of STAGES buffers in shared memory; two warpgroups multiply 64 rows each.
 //
-// Boxes of the maps are 64 elements wide, swizzled, of x as (depth, side, matrices): (64, TILE_M, 1) and (64, TILE_N,
-// 1). With ACROSS, x is (side, depth, matrices) and boxes are 64 x 64. Innermost sizes are multiples of 8.
+// Boxes of the maps are 64 elements wide, swizzled: (64, TILE_M, 1) of x and (64, TILE_N, 1) of y, which are (depth, side,
+// matrices). With ACROSS, these are (side, depth, matrices) and boxes are 64 x 64. Innermost sizes are multiples of 8.
 
 #define TILE_N 256
 #define MULTIPLIERS 8

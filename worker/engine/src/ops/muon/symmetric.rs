@@ -1,4 +1,4 @@
-//! Products of matrices with their own transposes on compute capability 9.0: launches of `symmetric.cu`.
+//! Symmetric products of matrices on compute capability 9.0: launches of `symmetric.cu`.
 //!
 //! Half of such a product follows from the other half.
 
@@ -30,12 +30,12 @@ const fn macros(operand: Operand) -> [Macro; 2] {
     [Macro::int("ACROSS", operand as usize), Macro::int("STAGES", STAGES)]
 }
 
-/// The matrix x whose product is computed.
+/// The matrices x and y whose product is computed. They are equal, or polynomials of the same symmetric matrix.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Operand {
-    /// x is (side, depth), and the product x x^T.
+    /// (side, depth), and the product is x y^T.
     Along,
-    /// x is (depth, side), and the product x^T x.
+    /// (depth, side), and the product is x^T y.
     Across,
 }
 
@@ -50,7 +50,7 @@ pub(super) struct Sizes {
     pub(super) matrices: usize,
 }
 
-/// `alpha I + beta added + gamma x x^T`.
+/// `alpha I + beta added + gamma x y^T`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sum<'a> {
     pub(super) alpha: f32,
@@ -77,16 +77,15 @@ pub(super) unsafe fn product(
     gpu: &Cuda,
     s: Sizes,
     operand: Operand,
-    x: Slice<'_>,
+    [x, y]: [Slice<'_>; 2],
     sum: Option<Sum<'_>>,
     out: Slice<'_>,
 ) -> Result<()> {
     let Sizes { side, depth, matrices } = s;
-    let boxes = [TILE_M, TILE_N].map(|rows| match operand {
-        Operand::Along => ([depth, side, matrices], [TILE_K, rows, 1]),
-        Operand::Across => ([side, depth, matrices], [SQUARE, SQUARE, 1]),
+    let [a, b] = [(x, TILE_M), (y, TILE_N)].map(|(x, rows)| match operand {
+        Operand::Along => tensor_map(x, [depth, side, matrices], [TILE_K, rows, 1]),
+        Operand::Across => tensor_map(x, [side, depth, matrices], [SQUARE, SQUARE, 1]),
     });
-    let [a, b] = boxes.map(|(dims, tile)| tensor_map(x, dims, tile));
     let (alpha, beta, gamma) = sum.map_or((0.0, 0.0, 1.0), |sum| (sum.alpha, sum.beta, sum.gamma));
     let added = sum.map(|sum| sum.added);
     let args = args![a?, b?, added, out, side, depth, matrices, alpha, beta, gamma];
