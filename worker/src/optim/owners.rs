@@ -14,7 +14,7 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use xlaunch_engine::MUON_ALIGN;
+use xlaunch_engine::{MUON_ALIGN, orthogonal_operations};
 use xlaunch_spec::job::Owners;
 
 /// Rows and columns.
@@ -112,23 +112,16 @@ impl Packing {
     }
 }
 
-/// Returns the operations that make a matrix orthogonal: five times a Gram matrix, its square, and their product with
-/// the matrix.
-fn operations((rows, cols): Shape) -> u64 {
-    let (short, long) = (rows.min(cols) as u64, rows.max(cols) as u64);
-    5 * 2 * short * short * (2 * long + short)
-}
-
 /// Returns a rank for each matrix.
 fn assign(shapes: &[Shape], ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..shapes.len()).collect();
     // The sort is stable: equal matrices are assigned in their order.
-    order.sort_by_key(|matrix| Reverse(operations(shapes[*matrix])));
+    order.sort_by_key(|matrix| Reverse(orthogonal_operations(shapes[*matrix])));
     let (mut owners, mut loads) = (vec![0; shapes.len()], vec![0; ranks.max(1)]);
     for matrix in order {
         let least = (0..loads.len()).min_by_key(|rank| loads[*rank]).unwrap_or(0);
         owners[matrix] = least;
-        loads[least] += operations(shapes[matrix]);
+        loads[least] += orthogonal_operations(shapes[matrix]);
     }
     owners
 }
@@ -136,7 +129,7 @@ fn assign(shapes: &[Shape], ranks: usize) -> Vec<usize> {
 /// Estimates whether owners save more time than the exchange of updates takes.
 fn pays_off(shapes: &[Shape], owners: &[usize], ranks: usize, element_bytes: usize) -> bool {
     let mut loads = vec![0; ranks.max(1)];
-    owners.iter().zip(shapes).for_each(|(owner, shape)| loads[*owner] += operations(*shape));
+    owners.iter().zip(shapes).for_each(|(owner, shape)| loads[*owner] += orthogonal_operations(*shape));
     let saved = loads.iter().sum::<u64>() - loads.iter().max().copied().unwrap_or(0);
     let elements: usize = shapes.iter().map(|(rows, cols)| rows * cols).sum();
     // Each rank receives the parts of the others.
@@ -205,16 +198,16 @@ mod tests {
                     for place in places {
                         let matrix = packing.places.iter().position(|other| *other == place).unwrap();
                         prop_assert_eq!(shapes[matrix], shape);
-                        *load += operations(shape);
+                        *load += orthogonal_operations(shape);
                     }
                     for taken in &mut seen[own + range.start..own + range.end] {
                         prop_assert!(!std::mem::replace(taken, true));
                     }
                 }
             }
-            let total: u64 = shapes.iter().map(|shape| operations(*shape)).sum();
+            let total: u64 = shapes.iter().map(|shape| orthogonal_operations(*shape)).sum();
             prop_assert_eq!(loads.iter().sum::<u64>(), total);
-            let largest = shapes.iter().map(|shape| operations(*shape)).max().unwrap();
+            let largest = shapes.iter().map(|shape| orthogonal_operations(*shape)).max().unwrap();
             prop_assert!(*loads.iter().max().unwrap() <= total / ranks as u64 + largest);
         }
     }

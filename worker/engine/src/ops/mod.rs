@@ -61,7 +61,7 @@ pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, Linea
 pub use mark::{Mark, Marks};
 pub use muon::{
     MUON_ALIGN, MuonMomentum, MuonPack, MuonPiece, MuonPieces, MuonRowFactors, MuonRowMoments, MuonUpdate,
-    Orthogonalize, StepConditions,
+    Orthogonalize, StepConditions, orthogonal_operations,
 };
 pub use norm::{NormBackward, NormForward, NormKind, NormShape, Residual, ResidualAdd};
 pub use qk_norm::{QkNorm, QkNormBackward, QkNormForward, QkNorms};

@@ -71,6 +71,7 @@ const WINDOW_33: &str = "seq: 200, heads: 2, kv_heads: 1, width: 64, window: 33 
 const CAPPED: &str = "seq: 70, heads: 2, kv_heads: 2, width: 144, scale: 0.25, softcap: 5.0 }";
 const WHOLE_HEAD: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }";
 const LAYERS: &str = "weights of two layers, 1500";
+const SYMMETRIC: &str = "orthogonalize 328";
 /// Both products are deeper than the ring of tiles.
 const LINEAR_GLU: &str = "rows: 300, inputs: 456, outputs: 1040 }, glu to 472";
 const WHOLE_HEAD_ROPE: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope";
@@ -270,6 +271,10 @@ const MISTAKES: &[Mistake] = &[
     mistake("muon/kernel.cu", "sqrtf(before / after)", "before / after", Fp32, "muon 4800", DIFFERS),
     mistake("muon/kernel.cu", "(i + j) / n == (i + j) % n", "i / n == i % n", Fp32, "orthogonalize 24", DIFFERS),
     mistake("muon/kernel.cu", "margin * sqrtf", "sqrtf", Fp32, "orthogonalize 24", DIFFERS),
+    mistake("muon/symmetric.cu", "e[3], on - 8", "e[3], on", Bf16, SYMMETRIC, DIFFERS),
+    mistake("muon/symmetric.cu", "first / BLOCK < row / BLOCK", "first / BLOCK + 9 < row / BLOCK", Bf16, SYMMETRIC, WRITE_RACE),
+    mistake("muon/symmetric.cu", "? x >> 16 |", "? y >> 16 |", Bf16, SYMMETRIC, DIFFERS),
+    mistake("muon/symmetric.cu", "offset = tile.matrix", "offset = 0", Bf16, SYMMETRIC, RACE),
     mistake("muon/kernel.cu", "(factor * u.x[j]", "(u.x[j]", Fp32, "muon 4800", DIFFERS),
     mistake("muon/kernel.cu", "!cautious || ", "", Fp32, "muon 10065", DIFFERS),
     mistake(

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::{
     EPS, MARGIN, MuonMomentum, MuonPack, MuonPiece, MuonPieces, MuonRowFactors, MuonRowMoments, MuonUpdate,
-    Orthogonalize, ROW_EPS, StepConditions,
+    Orthogonalize, ROW_EPS, StepConditions, steps,
 };
 use crate::cpu::gemm::{Mat, blocked_gemm};
 use crate::cpu::math::simd;
@@ -90,30 +90,29 @@ pub(super) fn orthogonalize(t: &Threads, args: Orthogonalize<'_>) {
     let mut squares = [(); 3].map(|()| vec![0.0; side * side]);
     let mut product = vec![0.0; rows * cols];
     for x in x.chunks_exact_mut(rows * cols) {
-        one(t, args, x, squares.each_mut().map(Vec::as_mut_slice), &mut product);
+        one(t, (rows, cols), x, squares.each_mut().map(Vec::as_mut_slice), &mut product);
     }
 }
 
 /// Makes one matrix orthogonal.
 fn one(
     t: &Threads,
-    args: Orthogonalize<'_>,
+    (rows, cols): (usize, usize),
     x: &mut [f32],
     [gram, first, second]: [&mut [f32]; 3],
     product: &mut [f32],
 ) {
-    let Orthogonalize { rows, cols, .. } = args;
     let norm = x.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt();
     #[expect(clippy::cast_possible_truncation, reason = "the operations compute in f32")]
     let scale = 1.0 / (MARGIN * norm as f32 + EPS);
     x.iter_mut().for_each(|x| *x *= scale);
     let (side, tall) = (rows.min(cols), rows > cols);
-    for steps in args.steps() {
+    for group in steps((rows, cols)) {
         let matrix = Mat::new(x, rows, cols);
         let [left, right] = if tall { [matrix.t(), matrix] } else { [matrix, matrix.t()] };
         blocked_gemm(t, gram, left, right);
-        polynomial(t, side, gram, steps[0], first);
-        let factor: &[f32] = if let Some(next) = steps.get(1) {
+        polynomial(t, side, gram, group[0], first);
+        let factor: &[f32] = if let Some(next) = group.get(1) {
             blocked_gemm(t, second, Mat::new(first, side, side), Mat::new(gram, side, side));
             blocked_gemm(t, gram, Mat::new(second, side, side), Mat::new(first, side, side));
             polynomial(t, side, gram, *next, second);

@@ -179,6 +179,22 @@ pub struct Orthogonalize<'a> {
     pub x: Slice<'a>,
 }
 
+/// Returns the floating-point operations that make a matrix of these rows and columns orthogonal.
+pub fn orthogonal_operations((rows, cols): (usize, usize)) -> u64 {
+    let (short, long) = (rows.min(cols) as u64, rows.max(cols) as u64);
+    // A and X' of each step or pair, and products of short matrices: a square, and in a pair four more.
+    let of =
+        |steps: &[_]| 4 * short * short * long + 2 * short * short * short * (4 * steps.len() as u64 - 3);
+    steps((rows, cols)).map(of).sum()
+}
+
+/// Returns the steps for a matrix of these rows and columns, and which of them are made in one. Their number is odd.
+fn steps((rows, cols): (usize, usize)) -> impl Iterator<Item = &'static [[f32; 3]]> {
+    let is_long = rows.max(cols) >= LONG * rows.min(cols);
+    let (pairs, single) = if is_long { (&PAIRS[..], 0) } else { (&[][..], POLAR_EXPRESS.len()) };
+    pairs.iter().copied().chain(POLAR_EXPRESS[..single].chunks(1))
+}
+
 /// Alignment, in elements, of the first of several matrices that are made orthogonal at once: then it does not decide
 /// between algorithms, in any element type.
 pub const MUON_ALIGN: usize = 128;
@@ -188,13 +204,6 @@ impl Orthogonalize<'_> {
     fn scratch_elements(&self) -> usize {
         let side = self.rows.min(self.cols);
         self.rows * self.cols + 3 * side * side
-    }
-
-    /// Returns the steps, and which of them are made in one. Their number is odd.
-    fn steps(&self) -> impl Iterator<Item = &'static [[f32; 3]]> {
-        let is_long = self.rows.max(self.cols) >= LONG * self.rows.min(self.cols);
-        let (pairs, single) = if is_long { (&PAIRS[..], 0) } else { (&[][..], POLAR_EXPRESS.len()) };
-        pairs.iter().copied().chain(POLAR_EXPRESS[..single].chunks(1))
     }
 
     /// Largest number of matrices of this shape that one GEMM multiplies.

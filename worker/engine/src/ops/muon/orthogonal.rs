@@ -3,7 +3,7 @@
 use xlaunch_pool::DType;
 
 use super::symmetric::{self, Operand, Sizes, Sum};
-use super::{EPS, MARGIN, Orthogonalize};
+use super::{EPS, MARGIN, Orthogonalize, steps};
 use crate::cuda::gemm::{self, Batch, Epilogue, GemmCall, plain, transposed};
 use crate::cuda::{BLOCK_THREADS, Launch, VEC, args};
 use crate::error::Result;
@@ -43,10 +43,10 @@ pub(super) fn orthogonalize(gpu: &Cuda, a: Orthogonalize<'_>) -> Result<()> {
         let matrices = Matrices { gpu, rows, cols, batch: Batch { count, full } };
         // An odd number of steps ends in x.
         let (mut from, mut to) = (scaled, x);
-        for steps in a.steps() {
+        for group in steps((rows, cols)) {
             matrices.gram(from, gram)?;
-            matrices.polynomial(gram, steps[0], first)?;
-            let factor = if let Some(next) = steps.get(1) {
+            matrices.polynomial(gram, group[0], first)?;
+            let factor = if let Some(next) = group.get(1) {
                 matrices.product([first, gram], second)?;
                 matrices.product([second, first], gram)?;
                 matrices.polynomial(gram, *next, second)?;
