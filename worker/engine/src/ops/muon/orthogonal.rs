@@ -82,7 +82,7 @@ impl Matrices<'_> {
     /// Computes the smaller of `A = x x^T` and `A = x^T x`.
     fn gram(&self, x: Slice<'_>, out: Slice<'_>) -> Result<()> {
         let (side, depth) = (self.side(), self.rows.max(self.cols));
-        let operand = if self.is_tall() { Operand::Across } else { Operand::Along };
+        let operand = if self.is_tall() { Operand::Tall } else { Operand::Wide };
         if let Some(done) = self.symmetric(depth, operand, [x, x], None, out) {
             return done;
         }
@@ -94,7 +94,7 @@ impl Matrices<'_> {
     fn polynomial(&self, gram: Slice<'_>, [a, b, c]: [f32; 3], out: Slice<'_>) -> Result<()> {
         let side = self.side();
         let sum = Sum { alpha: a, added: gram, beta: b, gamma: c };
-        if let Some(done) = self.symmetric(side, Operand::Along, [gram, gram], Some(sum), out) {
+        if let Some(done) = self.symmetric(side, Operand::Wide, [gram, gram], Some(sum), out) {
             return done;
         }
         self.multiply([side; 3], [transposed(gram), plain(gram)], out)?;
@@ -107,7 +107,7 @@ impl Matrices<'_> {
     /// Multiplies polynomials of the same symmetric matrix.
     fn product(&self, [x, y]: [Slice<'_>; 2], out: Slice<'_>) -> Result<()> {
         let side = self.side();
-        self.symmetric(side, Operand::Along, [x, y], None, out)
+        self.symmetric(side, Operand::Wide, [x, y], None, out)
             .unwrap_or_else(|| self.multiply([side; 3], [plain(y), plain(x)], out))
     }
 

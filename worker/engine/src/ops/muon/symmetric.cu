@@ -1,6 +1,6 @@
 // Symmetric products of matrices on compute capability 9.0, in bf16 and summed in fp32 in the order of the products:
 //
-//     c = x y^T, or x^T y with ACROSS        if `added` is null
+//     c = x y^T, or x^T y with TALL        if `added` is null
 //     c = alpha I + beta added + gamma x y^T otherwise
 //
 // One block per SM goes through tiles of the results, TILE_M x TILE_N each, of all matrices. Only tiles with elements
@@ -9,7 +9,7 @@
 // into a ring of STAGES buffers in shared memory; two warpgroups multiply 64 rows each.
 //
 // Boxes of the maps are 64 elements wide, swizzled: (64, TILE_M, 1) of x and (64, TILE_N, 1) of y, which are (depth, side,
-// matrices). With ACROSS, these are (side, depth, matrices) and boxes are 64 x 64. Innermost sizes are multiples of 8.
+// matrices). With TALL, these are (side, depth, matrices) and boxes are 64 x 64. Innermost sizes are multiples of 8.
 
 #define TILE_N 256
 #define MULTIPLIERS 8
@@ -61,7 +61,7 @@ __device__ inline void load_tiles(Shared& s, const TensorMap& a_map, const Tenso
             char *a = s.a[stage], *b = s.b[stage];
             Barrier* full = &s.full[stage];
             barrier_arrive_and_expect(full, sizeof s.a[0] + sizeof s.b[0]);
-            if (ACROSS) {
+            if (TALL) {
                 for (int j = 0; j < TILE_M / 64; j++)
                     copy_box(a + j * SQUARE, &a_map, full, tile.row + 64 * j, k, tile.matrix);
                 for (int j = 0; j < TILE_N / 64; j++)
@@ -84,7 +84,7 @@ __device__ inline void multiply(float (&d)[TILE_N / 2], Shared& s, int depth, in
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < TILE_K / 16; j++)
-            wgmma<ACROSS, ACROSS>(d, a + j * (ACROSS ? 2048 : 32), b + j * (ACROSS ? 2048 : 32), k > 0 || j > 0);
+            wgmma<TALL, TALL>(d, a + j * (TALL ? 2048 : 32), b + j * (TALL ? 2048 : 32), k > 0 || j > 0);
         wgmma_commit();
         // When the previous stage's group of multiplications has ended, that stage has been read.
         if (k > 0) {

@@ -19,7 +19,7 @@ const STAGES: usize = 4;
 
 /// The kernel for each [`Operand`].
 pub(crate) static KERNELS: [HopperKernel; 2] =
-    [kernel(&macros(Operand::Along)), kernel(&macros(Operand::Across))];
+    [kernel(&macros(Operand::Wide)), kernel(&macros(Operand::Tall))];
 
 const fn kernel(macros: &'static [Macro]) -> HopperKernel {
     let shared = STAGES * (TILE_M + TILE_N) * TILE_K * size_of::<u16>() + OTHER_SHARED;
@@ -27,16 +27,16 @@ const fn kernel(macros: &'static [Macro]) -> HopperKernel {
 }
 
 const fn macros(operand: Operand) -> [Macro; 2] {
-    [Macro::int("ACROSS", operand as usize), Macro::int("STAGES", STAGES)]
+    [Macro::int("TALL", operand as usize), Macro::int("STAGES", STAGES)]
 }
 
 /// The matrices x and y whose product is computed. They are equal, or polynomials of the same symmetric matrix.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Operand {
     /// (side, depth), and the product is x y^T.
-    Along,
+    Wide,
     /// (depth, side), and the product is x^T y.
-    Across,
+    Tall,
 }
 
 /// Sizes of a batch of products.
@@ -83,8 +83,8 @@ pub(super) unsafe fn product(
 ) -> Result<()> {
     let Sizes { side, depth, matrices } = s;
     let [a, b] = [(x, TILE_M), (y, TILE_N)].map(|(x, rows)| match operand {
-        Operand::Along => tensor_map(x, [depth, side, matrices], [TILE_K, rows, 1]),
-        Operand::Across => tensor_map(x, [side, depth, matrices], [SQUARE, SQUARE, 1]),
+        Operand::Wide => tensor_map(x, [depth, side, matrices], [TILE_K, rows, 1]),
+        Operand::Tall => tensor_map(x, [side, depth, matrices], [SQUARE, SQUARE, 1]),
     });
     let (alpha, beta, gamma) = sum.map_or((0.0, 0.0, 1.0), |sum| (sum.alpha, sum.beta, sum.gamma));
     let added = sum.map(|sum| sum.added);
