@@ -22,7 +22,7 @@
 //! so that A has the smaller of the two sizes.
 //!
 //! Polynomials of A commute. So two steps can be one, `X' = P2 P1 X` with `P2` of the next A, `P1 A P1`: for a long matrix
-//! this has fewer operations ("Gram Newton-Schulz", Dao-AILab, 2026). In bf16, rounding then adds 1 to 2 % of the
+//! this has fewer operations ("Gram Newton-Schulz", Zhang et al., 2026). In bf16, rounding then adds 1 to 2 % of the
 //! result; three steps in one are not stable.
 //!
 //! A step is applied under the conditions of AdamW's (see `ops/adamw`), whose kernel runs last and counts skipped
