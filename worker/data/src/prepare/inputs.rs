@@ -44,8 +44,12 @@ fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
                      with `dataset[\"train\"].to_parquet(FILE)`"
                 )));
             }
-            let files = search(path, None, output, argument)?;
-            check_splits(path, &files).map(|()| files)
+            let mut files = search(path, None, output, argument)?;
+            check_splits(path, &files)?;
+            if files.iter().any(|file| extension(file).is_some_and(|extension| extension == "parquet")) {
+                files.retain(|file| *file != path.join(CARD));
+            }
+            Ok(files)
         }
         Ok(_) => Ok(vec![path.into()]),
         Err(_) if argument.contains("://") => Err(PrepareError::Usage(format!(
@@ -91,6 +95,8 @@ fn search(
 
 /// File in a directory that `DatasetDict.save_to_disk` writes.
 const SAVED_SPLITS: &str = "dataset_dict.json";
+/// Description of a dataset in the directory with its tables.
+const CARD: &str = "README.md";
 /// Words in the paths of tables that are a dataset's training data.
 const TRAIN_WORDS: [&str; 2] = ["train", "training"];
 /// Words in the paths of tables that a dataset holds out, as Python's `datasets` reads them.
@@ -116,10 +122,14 @@ fn check_splits(dir: &Path, files: &[PathBuf]) -> Result<(), PrepareError> {
     else {
         return Ok(());
     };
-    let dir = dir.display();
+    let is_named = train.file_name().is_some_and(|name| name.to_string_lossy().contains(TRAIN_WORDS[0]));
+    let wanted = match train.parent().filter(|_| !is_named) {
+        Some(parent) => format!("their directory, such as {}", parent.display()),
+        None => format!("a glob, such as '{}/**/*train*'", dir.display()),
+    };
     Err(PrepareError::Usage(format!(
-        "{dir}: it holds training data ({}) and data that is held out from it ({})\nhelp: name the files to read by a \
-         glob, such as '{dir}/**/*train*'",
+        "{}: it holds training data ({}) and data that is held out from it ({})\nhelp: name the files to read by {wanted}",
+        dir.display(),
         train.display(),
         held_out.display()
     )))
@@ -176,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn directory_with_data_that_is_held_out_is_refused() {
+    fn directory_with_data_that_is_held_out_is_refused_and_a_card_is_skipped() {
         let refusal = |files: &[&str]| {
             let dir = tempfile::tempdir().unwrap();
             for file in files {
@@ -186,7 +196,14 @@ mod tests {
             }
             let arguments = |end: &str| [format!("{}{end}", dir.path().display())];
             assert_eq!(find(&arguments("/**"), Path::new("/none")).unwrap().len(), files.len());
-            find(&arguments(""), Path::new("/none")).err().map(|error| error.to_string())
+            let cards = usize::from(files.contains(&"README.md"));
+            match find(&arguments(""), Path::new("/none")) {
+                Ok(found) => {
+                    assert_eq!(found.len(), files.len() - cards);
+                    None
+                }
+                Err(error) => Some(error.to_string()),
+            }
         };
         for files in [
             ["README.md", "data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
@@ -195,7 +212,9 @@ mod tests {
             ["train/0.csv", "dev/0.csv", "train/1.csv"],
         ] {
             let error = refusal(&files).unwrap();
-            assert!(error.contains("held out") && error.contains("/**/*train*'"), "{error}");
+            let wanted =
+                if files[0].starts_with("train/") { "their directory, such as" } else { "/**/*train*'" };
+            assert!(error.contains("held out") && error.contains(wanted), "{error}");
         }
         for files in [
             ["train.py", "test.py", "tests/data.json"],

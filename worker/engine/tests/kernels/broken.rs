@@ -272,7 +272,10 @@ const MISTAKES: &[Mistake] = &[
     mistake("muon/kernel.cu", "(i + j) / n == (i + j) % n", "i / n == i % n", Fp32, "orthogonalize 24", DIFFERS),
     mistake("muon/kernel.cu", "margin * sqrtf", "sqrtf", Fp32, "orthogonalize 24", DIFFERS),
     mistake("muon/symmetric.cu", "e[3], on - 8", "e[3], on", Bf16, SYMMETRIC, DIFFERS),
-    mistake("muon/symmetric.cu", "first / BLOCK < row / BLOCK", "first / BLOCK + 9 < row / BLOCK", Bf16, SYMMETRIC, WRITE_RACE),
+    mistake(
+        "muon/symmetric.cu", "first / BLOCK < row / BLOCK", "first / BLOCK + 9 < row / BLOCK", Bf16, SYMMETRIC,
+        WRITE_RACE,
+    ),
     mistake("muon/symmetric.cu", "? x >> 16 |", "? y >> 16 |", Bf16, SYMMETRIC, DIFFERS),
     mistake("muon/symmetric.cu", "offset = tile.matrix", "offset = 0", Bf16, SYMMETRIC, RACE),
     mistake("muon/kernel.cu", "(factor * u.x[j]", "(u.x[j]", Fp32, "muon 4800", DIFFERS),

@@ -21,9 +21,9 @@
 //! ("The Polar Express", Amsel et al., 2025). For a matrix with more rows than columns, `A = X^T X` and `X' = X (...)`,
 //! so that A has the smaller of the two sizes.
 //!
-//! Polynomials of A commute. So two steps can be one, `X' = P2 P1 X` with `P2` of the next A, `P1 A P1`: for a long matrix
-//! this has fewer operations ("Gram Newton-Schulz", Zhang et al., 2026). In bf16, rounding then adds 1 to 2 % of the
-//! result; three steps in one are not stable.
+//! Polynomials of A commute. So two steps can be one, `X' = P2 P1 X` with `P2` of the next A, `P1 A P1`: for a long
+//! matrix this has fewer operations ("Gram Newton-Schulz", Zhang et al., 2026). In bf16, rounding then adds 1 to 2 % of
+//! the result; three steps in one are not stable.
 //!
 //! A step is applied under the conditions of AdamW's (see `ops/adamw`), whose kernel runs last and counts skipped
 //! steps.
@@ -52,7 +52,7 @@ const POLAR_EXPRESS: [[f32; 3]; 5] = [
     [3.285_753_7, -2.368_129_5, 0.464_490_25],
     [2.346_541_4, -1.709_782_8, 0.423_235_5],
 ];
-/// Steps that are made in one, for matrices whose sides differ by a factor of [`LONG`].
+/// The same steps, in groups that are made in one for matrices whose sides differ by a factor of [`LONG`] or more.
 const PAIRS: [&[[f32; 3]]; 3] = {
     let (first, rest) = POLAR_EXPRESS.split_at(1);
     let (second, third) = rest.split_at(2);

@@ -8,8 +8,9 @@
 // transposed; blocks below it in such a tile are not written. One thread requests tiles of both operands, TILE_K deep,
 // into a ring of STAGES buffers in shared memory; two warpgroups multiply 64 rows each.
 //
-// Boxes of the maps are 64 elements wide, swizzled: (64, TILE_M, 1) of x and (64, TILE_N, 1) of y, which are (depth, side,
-// matrices). With TALL, these are (side, depth, matrices) and boxes are 64 x 64. Innermost sizes are multiples of 8.
+// Boxes of the maps are 64 elements wide, swizzled: (64, TILE_M, 1) of x and (64, TILE_N, 1) of y, which are (depth,
+// side, matrices). With TALL, these are (side, depth, matrices) and boxes are 64 x 64. Innermost sizes are multiples of
+// 8.
 
 #define TILE_N 256
 #define MULTIPLIERS 8

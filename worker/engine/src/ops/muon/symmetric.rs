@@ -8,26 +8,26 @@ use crate::cuda::{Gpu, Macro, Source, args, source};
 use crate::error::Result;
 use crate::tensor::Slice;
 
-const SOURCE: Source = source!(
+const SYMMETRIC_SOURCE: Source = source!(
     "muon/symmetric.cu",
     after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh"
 );
 
-const TILE_N: usize = 256;
+const SYMMETRIC_TILE_N: usize = 256;
 /// Number of tiles of each operand in shared memory at a time: as many as fit.
-const STAGES: usize = 4;
+const SYMMETRIC_STAGES: usize = 4;
 
 /// The kernel for each [`Operand`].
 pub(crate) static KERNELS: [HopperKernel; 2] =
     [kernel(&macros(Operand::Wide)), kernel(&macros(Operand::Tall))];
 
 const fn kernel(macros: &'static [Macro]) -> HopperKernel {
-    let shared = STAGES * (TILE_M + TILE_N) * TILE_K * size_of::<u16>() + OTHER_SHARED;
-    HopperKernel { source: SOURCE, name: "symmetric_product", macros, threads: THREADS, shared }
+    let shared = SYMMETRIC_STAGES * (TILE_M + SYMMETRIC_TILE_N) * TILE_K * size_of::<u16>() + OTHER_SHARED;
+    HopperKernel { source: SYMMETRIC_SOURCE, name: "symmetric_product", macros, threads: THREADS, shared }
 }
 
 const fn macros(operand: Operand) -> [Macro; 2] {
-    [Macro::int("TALL", operand as usize), Macro::int("STAGES", STAGES)]
+    [Macro::int("TALL", operand as usize), Macro::int("STAGES", SYMMETRIC_STAGES)]
 }
 
 /// The matrices x and y whose product is computed. They are equal, or polynomials of the same symmetric matrix.
@@ -82,14 +82,14 @@ pub(super) unsafe fn product(
     out: Slice<'_>,
 ) -> Result<()> {
     let Sizes { side, depth, matrices } = s;
-    let [a, b] = [(x, TILE_M), (y, TILE_N)].map(|(x, rows)| match operand {
+    let [a, b] = [(x, TILE_M), (y, SYMMETRIC_TILE_N)].map(|(x, rows)| match operand {
         Operand::Wide => tensor_map(x, [depth, side, matrices], [TILE_K, rows, 1]),
         Operand::Tall => tensor_map(x, [side, depth, matrices], [SQUARE, SQUARE, 1]),
     });
     let (alpha, beta, gamma) = sum.map_or((0.0, 0.0, 1.0), |sum| (sum.alpha, sum.beta, sum.gamma));
     let added = sum.map(|sum| sum.added);
     let args = args![a?, b?, added, out, side, depth, matrices, alpha, beta, gamma];
-    let tiles = matrices * side.div_ceil(TILE_M) * side.div_ceil(TILE_N);
+    let tiles = matrices * side.div_ceil(TILE_M) * side.div_ceil(SYMMETRIC_TILE_N);
     let blocks = tiles.min(gpu.hopper.multiprocessors());
     // SAFETY: the arguments are those of the kernel; the rest is the caller's promise.
     unsafe { gpu.hopper.launch(&KERNELS[operand as usize], (blocks, 1, 1), args) }
