@@ -128,7 +128,8 @@ fn check_splits(dir: &Path, files: &[PathBuf]) -> Result<(), PrepareError> {
         None => format!("a glob, such as '{}/**/*train*'", dir.display()),
     };
     Err(PrepareError::Usage(format!(
-        "{}: it holds training data ({}) and data that is held out from it ({})\nhelp: name the files to read by {wanted}",
+        "{}: it holds training data ({}) and data that is held out from it ({})\nhelp: name the files to read by \
+         {wanted}",
         dir.display(),
         train.display(),
         held_out.display()
