@@ -274,7 +274,7 @@ fn clients_need_the_token_and_a_loopback_host() {
     refused(&["--listen", "0.0.0.0:0"], "clients need a token");
     for (name, token, part) in [
         ("short", "123", "has 3 bytes, expected at least 16"),
-        ("windows", "0123456789abcdef\r\n", "characters that clients cannot send"),
+        ("tabs", "01234567\t89abcdef\n", "characters that clients cannot send"),
     ] {
         job.write(name, token);
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
