@@ -43,7 +43,7 @@ mod tests {
         assert!(missing(Path::new("Qwen/Qwen3-0.6B")).contains("--local-dir Qwen/Qwen3-0.6B`"));
         let address = missing(Path::new("https://huggingface.co/Qwen/Qwen3-0.6B"));
         assert!(address.contains("`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"), "{address}");
-        // A directory of models exists, or the name is none of the hub.
+        // A directory of models exists, or the name cannot be one on the hub.
         for other in ["model", "runs/../model", "a b/c", ".cache/x"] {
             let path = dir.path().join(other);
             assert_eq!(missing(&path), "it does not exist", "{other}");

@@ -136,8 +136,8 @@ pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
     }
 }
 
-/// Returns a hint at the newest run of a job's directory that has no checkpoint itself, or that there is no such
-/// directory.
+/// Returns the end of a message about a directory without a checkpoint: it names the newest run of a job's directory,
+/// or says that the directory does not exist.
 pub(crate) fn newest_run(dir: &Path) -> String {
     let latest = dir.join("latest");
     if latest.is_dir() {

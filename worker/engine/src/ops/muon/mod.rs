@@ -52,7 +52,7 @@ const POLAR_EXPRESS: [[f32; 3]; 5] = [
     [3.285_753_7, -2.368_129_5, 0.464_490_25],
     [2.346_541_4, -1.709_782_8, 0.423_235_5],
 ];
-/// The same steps, in groups that are made in one for matrices whose sides differ by a factor of [`LONG`] or more.
+/// Groups these steps for matrices whose sides differ by a factor of [`LONG`] or more: each group is made in one.
 const PAIRS: [&[[f32; 3]]; 3] = {
     let (first, rest) = POLAR_EXPRESS.split_at(1);
     let (second, third) = rest.split_at(2);

@@ -2,7 +2,6 @@
 //!
 //! Half of such a product follows from the other half.
 
-use super::super::Cuda;
 use crate::cuda::hopper::{HopperKernel, OTHER_SHARED, SQUARE, THREADS, TILE_K, TILE_M, tensor_map};
 use crate::cuda::{Gpu, Macro, Source, args, source};
 use crate::error::Result;
@@ -54,7 +53,7 @@ pub(super) struct Sizes {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sum<'a> {
     pub(super) alpha: f32,
-    /// Of the sizes of the product, and symmetric.
+    /// A symmetric matrix of the sizes of the product.
     pub(super) added: Slice<'a>,
     pub(super) beta: f32,
     pub(super) gamma: f32,
@@ -74,7 +73,7 @@ pub(super) fn supports(gpu: &Gpu, s: Sizes, operands: &[Slice<'_>]) -> bool {
 /// # Safety
 /// The operands are supported and have these sizes, and `out` overlaps no input.
 pub(super) unsafe fn product(
-    gpu: &Cuda,
+    gpu: &Gpu,
     s: Sizes,
     operand: Operand,
     [x, y]: [Slice<'_>; 2],
