@@ -41,6 +41,7 @@ CASES = {
     "phi3": (ALL, dict()),
     "stablelm": (ALL, dict()),
     "gpt_neox": (ALL, dict()),
+    "glm4": (ALL, dict()),
     # Experts have no adapters.
     "qwen3_moe": (("\"all-linear\"", ["q_proj", "k_proj", "v_proj", "o_proj"]), dict()),
     "glm4_moe": (("[\"q\", \"v\", \"o\"]", ["q_proj", "v_proj", "o_proj"]), dict()),

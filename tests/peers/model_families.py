@@ -69,6 +69,7 @@ def by_kind(full, sliding):
     return dict(rope_parameters={"full_attention": full, "sliding_attention": sliding})
 
 
+NO_DROPOUT = dict(attention_dropout=0.0, residual_dropout=0.0)
 NO_GROUPS = dict(num_key_value_heads=None)
 GPT2 = dict(vocab_size=VOCAB, n_embd=64, n_inner=80, n_layer=2, n_head=4, n_positions=SEQ, bos_token_id=None,
             eos_token_id=None, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
@@ -127,6 +128,25 @@ CASES = {
     "gpt_neox": ("gpt_neox", dict(num_attention_heads=2, **NO_GROUPS)),
     "gpt_neox-sequential+": ("gpt_neox", dict(num_attention_heads=2, use_parallel_residual=False, attention_bias=False,
                                               rotary_pct=0.5, tie_word_embeddings=True, **NO_GROUPS)),
+    "arcee": ("arcee", dict()),
+    "arcee-biases+": ("arcee", dict(**BIASES, tie_word_embeddings=True, head_dim=32, rope_parameters=ROPE["yarn"])),
+    "ernie4_5": ("ernie4_5", dict(head_dim=32)),
+    "ernie4_5-biases+": ("ernie4_5", dict(head_dim=None, use_bias=True, tie_word_embeddings=False)),
+    "exaone4": ("exaone4", dict(sliding_window=8, num_hidden_layers=4)),
+    "exaone4-whole+": ("exaone4", dict(sliding_window=None, tie_word_embeddings=True, rope_parameters=ROPE["llama3"],
+                                       **layers("ff"))),
+    # The window that no block has ends the rotation of all.
+    "exaone4-still": ("exaone4", dict(sliding_window=8, **layers("ff"))),
+    "glm": ("glm", dict(head_dim=32)),
+    "glm-plain+": ("glm", dict(head_dim=24, attention_bias=False, tie_word_embeddings=True, partial_rotary_factor=1.0)),
+    "glm4": ("glm4", dict(head_dim=16, attention_bias=False)),
+    "glm4-bias+": ("glm4", dict(head_dim=32, attention_bias=True, tie_word_embeddings=True,
+                                rope_parameters=dict(**ROPE["yarn"], partial_rotary_factor=0.5))),
+    "ministral": ("ministral", dict(sliding_window=8, head_dim=16)),
+    "ministral-some+": ("ministral", dict(sliding_window=8, head_dim=32, tie_word_embeddings=True, **layers("sfsf"))),
+    "seed_oss": ("seed_oss", dict(head_dim=32, **NO_DROPOUT)),
+    "seed_oss-biases+": ("seed_oss", dict(head_dim=None, attention_bias=False, attention_out_bias=True, mlp_bias=True,
+                                          tie_word_embeddings=True, **NO_DROPOUT)),
     "mixtral": ("mixtral", dict(num_local_experts=4)),
     "mixtral-window+": ("mixtral", dict(num_local_experts=3, num_experts_per_tok=1, sliding_window=8)),
     # All logits of the routers are equal.

@@ -190,7 +190,7 @@ fn models_of_transformers_have_their_loss_and_logits_here() {
 fn models_of_every_family_compute_and_train_as_in_transformers() {
     let output = run_ok(peer("model_families.py").args(["compare", "--xlaunch"]).arg(xlaunch_path()));
     let equal = ": equal: bits, load, export, loss, greedy, steps\n";
-    assert_eq!(output.matches(equal).count(), 50, "{output}");
+    assert_eq!(output.matches(equal).count(), 65, "{output}");
     assert_eq!(output.matches(": other head is used: ").count(), 2, "{output}");
     assert_eq!(output.matches(": MXFP4 is decoded: ").count(), 1, "{output}");
 }

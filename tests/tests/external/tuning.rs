@@ -13,7 +13,7 @@ xlaunch_harness::tests! {
 fn adapters_train_as_in_peft_and_are_exchanged_with_it() {
     let output = run_ok(peer("lora.py").arg("--xlaunch").arg(xlaunch_path()));
     let equal = ": equal: first loss, 50 steps, adapter and merged export\n";
-    assert_eq!(output.matches(equal).count(), 13, "{output}");
+    assert_eq!(output.matches(equal).count(), 14, "{output}");
 }
 
 /// The whole comparison is `python3 tests/peers/sft.py`.

@@ -88,6 +88,11 @@ const fn grouped(kv_heads: usize) -> [Key; 2] {
     [kv_heads_or_heads(kv_heads), HEAD_DIM]
 }
 
+/// Heads of this width, which follows from their number only if it is `null`.
+const fn heads_of_width(kv_heads: usize, width: usize) -> [Key; 2] {
+    [kv_heads_or_heads(kv_heads), Key("head_dim", Nullable(field!(head_dim), width, divided_width))]
+}
+
 fn divided_width(shape: &ModelShape) -> usize {
     shape.dim.checked_div(shape.heads).unwrap_or_default()
 }
@@ -135,7 +140,7 @@ const LLAMA_FAMILY: Family = Family {
     names: &names::LLAMA,
 };
 
-pub(super) static FAMILIES: [Family; 23] = [
+pub(super) static FAMILIES: [Family; 30] = [
     LLAMA_FAMILY,
     Family {
         arch: Arch::Gpt2,
@@ -200,7 +205,7 @@ pub(super) static FAMILIES: [Family; 23] = [
         class: "Qwen3ForCausalLM",
         keys: &[
             &sizes([151_936, 4096, 22016, 32, 32, 32768]),
-            &[kv_heads_or_heads(32), Key("head_dim", Nullable(field!(head_dim), 128, divided_width))],
+            &heads_of_width(32, 128),
             &[eps("rms_norm_eps", 1e-6), tied(false), ACT],
             &ATTENTION_BIAS,
         ],
@@ -258,7 +263,7 @@ pub(super) static FAMILIES: [Family; 23] = [
         class: "GemmaForCausalLM",
         keys: &[
             &sizes([256_000, 3072, 24576, 28, 16, 8192]),
-            &gemma_heads(16),
+            &heads_of_width(16, 256),
             &[
                 eps("rms_norm_eps", 1e-6),
                 tied(true),
@@ -280,7 +285,7 @@ pub(super) static FAMILIES: [Family; 23] = [
         class: "Gemma2ForCausalLM",
         keys: &[
             &sizes([256_000, 2304, 9216, 26, 8, 8192]),
-            &gemma_heads(4),
+            &heads_of_width(4, 256),
             &GEMMA_KEYS,
             &[Key("attn_logit_softcapping", Cap(field!(attention_softcap), 50.0)), logit_cap(30.0)],
             &ATTENTION_BIAS,
@@ -297,7 +302,7 @@ pub(super) static FAMILIES: [Family; 23] = [
         class: "Gemma3ForCausalLM",
         keys: &[
             &sizes([262_208, 2304, 9216, 26, 8, 131_072]),
-            &gemma_heads(4),
+            &heads_of_width(4, 256),
             &GEMMA_KEYS,
             // The library's class ignores the first of these.
             &[Key("attn_logit_softcapping", Only(&["null"])), logit_cap(0.0)],
@@ -451,6 +456,122 @@ pub(super) static FAMILIES: [Family; 23] = [
         ..LLAMA_FAMILY
     },
     Family {
+        arch: Arch::Arcee,
+        model_type: "arcee",
+        title: "Arcee",
+        class: "ArceeForCausalLM",
+        keys: &[
+            &sizes([32000, 2560, 18432, 32, 32, 4096]),
+            &GROUPED,
+            &[eps("rms_norm_eps", 1e-5), tied(false), ACT, MLP_BIAS],
+            &ATTENTION_BIAS,
+        ],
+        without_effect: &[],
+        names: &names::ARCEE,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::Ernie45,
+        model_type: "ernie4_5",
+        title: "ERNIE 4.5",
+        class: "Ernie4_5ForCausalLM",
+        keys: &[
+            &sizes([103_424, 1024, 3072, 18, 16, 131_072]),
+            &heads_of_width(2, 128),
+            &[
+                eps("rms_norm_eps", 1e-5),
+                tied(true),
+                ACT,
+                Key("use_bias", Flag(field!(qkv_bias), false)),
+                Key("use_bias", Flag(field!(attention_bias), false)),
+                Key("use_bias", Flag(field!(mlp_bias), false)),
+            ],
+        ],
+        rope: Some(Rope { theta: ("rope_theta", 5e5), ..ROPE }),
+        without_effect: &[],
+        divided: false,
+        names: &names::ERNIE45,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::Exaone4,
+        model_type: "exaone4",
+        title: "EXAONE 4",
+        class: "Exaone4ForCausalLM",
+        keys: &[
+            &sizes([102_400, 4096, 16384, 32, 32, 2048]),
+            &grouped(32),
+            &[eps("rms_norm_eps", 1e-5), tied(false), ACT],
+        ],
+        windows: Windows::Rotated(4096, 4),
+        without_effect: &[],
+        divided: false,
+        names: &names::OLMO2,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::Glm,
+        model_type: "glm",
+        title: "GLM",
+        class: "GlmForCausalLM",
+        keys: GLM_KEYS,
+        rope: GLM_ROPE,
+        without_effect: &[],
+        divided: false,
+        names: &names::GLM,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::Glm4,
+        model_type: "glm4",
+        title: "GLM-4",
+        class: "Glm4ForCausalLM",
+        keys: GLM_KEYS,
+        rope: GLM_ROPE,
+        without_effect: &[],
+        divided: false,
+        names: &names::GLM4,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::Ministral,
+        model_type: "ministral",
+        title: "Ministral",
+        class: "MinistralForCausalLM",
+        keys: &[
+            &sizes([32000, 4096, 14336, 32, 32, 4096 * 32]),
+            &grouped(8),
+            &[eps("rms_norm_eps", 1e-6), tied(false), ACT],
+        ],
+        windows: Windows::Listed(4096),
+        without_effect: &[],
+        divided: false,
+        ..LLAMA_FAMILY
+    },
+    Family {
+        arch: Arch::SeedOss,
+        model_type: "seed_oss",
+        title: "Seed-OSS",
+        class: "SeedOssForCausalLM",
+        keys: &[
+            &sizes([155_136, 4096, 27648, 64, 80, 524_288]),
+            &heads_of_width(8, 128),
+            &[
+                eps("rms_norm_eps", 1e-6),
+                tied(false),
+                ACT,
+                Key("attention_bias", Flag(field!(qkv_bias), true)),
+                Key("attention_out_bias", Flag(field!(attention_bias), false)),
+                MLP_BIAS,
+                // By default, the library's class drops a tenth of the outputs of layers in training.
+                Key("residual_dropout", Unused("0.0")),
+            ],
+        ],
+        without_effect: &[],
+        divided: false,
+        ..LLAMA_FAMILY
+    },
+    Family {
         arch: Arch::Mixtral,
         model_type: "mixtral",
         title: "Mixtral",
@@ -601,9 +722,8 @@ pub(super) static FAMILIES: [Family; 23] = [
         class: "GptOssForCausalLM",
         keys: &[
             &sizes([201_088, 2880, 2880, 36, 64, 131_072]),
+            &heads_of_width(8, 64),
             &[
-                kv_heads_or_heads(8),
-                Key("head_dim", Nullable(field!(head_dim), 64, divided_width)),
                 eps("rms_norm_eps", 1e-5),
                 tied(false),
                 // The library's class has its own function, whatever this key says.
@@ -646,9 +766,12 @@ const OLMO_KEYS: &[&[Key]] = &[
     &ATTENTION_BIAS,
 ];
 
-const fn gemma_heads(kv_heads: usize) -> [Key; 2] {
-    [kv_heads_or_heads(kv_heads), Key("head_dim", Nullable(field!(head_dim), 256, divided_width))]
-}
+const GLM_KEYS: &[&[Key]] = &[
+    &sizes([151_552, 4096, 13696, 40, 32, 131_072]),
+    &heads_of_width(2, 128),
+    &[eps("rms_norm_eps", 1.5625e-7), tied(false), ACT, Key("attention_bias", Flag(field!(qkv_bias), true))],
+];
+const GLM_ROPE: Option<Rope> = Some(Rope { fraction: Some(("partial_rotary_factor", 0.5)), ..ROPE });
 
 const GEMMA_KEYS: [Key; 5] = [
     eps("rms_norm_eps", 1e-6),

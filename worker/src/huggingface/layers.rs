@@ -23,6 +23,10 @@ pub(super) enum Windows {
     Unrotated,
     /// By default this window, and this distance of blocks without one; or by `layer_types`.
     Pattern(usize, usize),
+    /// Same, and if there is a window, blocks without it have no rotation either.
+    Rotated(usize, usize),
+    /// By default this window, in all blocks or by `layer_types`.
+    Listed(usize),
 }
 
 const WINDOW: &str = "sliding_window";
@@ -39,7 +43,8 @@ impl Windows {
             Self::All(_) => &[WINDOW],
             // Models without such a key have it all the same.
             Self::Switched(_) | Self::Unrotated => &[WINDOW, SWITCH, FIRST, TYPES],
-            Self::Pattern(..) => &[WINDOW, TYPES, PATTERN],
+            Self::Pattern(..) | Self::Rotated(..) => &[WINDOW, TYPES, PATTERN],
+            Self::Listed(_) => &[WINDOW, TYPES],
         };
         keys.contains(&key)
     }
@@ -68,11 +73,26 @@ impl Windows {
                 let full = (0..shape.layers).map(|block| is_multiple(block, pattern));
                 (window(keys, Some(default))?, (full.collect::<Vec<_>>(), PATTERN), pattern)
             }
+            Self::Rotated(default, pattern) => {
+                let window = window(keys, Some(default))?;
+                // Published files describe the pattern by letters, which only `layer_types` make numbers.
+                let has_types = !keys.is_unset(TYPES);
+                let pattern = if has_types { pattern } else { keys.size(PATTERN, pattern)? };
+                let full = (0..shape.layers).map(|block| window.is_none() || is_multiple(block, pattern));
+                (window, (full.collect::<Vec<_>>(), PATTERN), pattern)
+            }
+            Self::Listed(default) => {
+                let window = window(keys, Some(default))?;
+                (window, (vec![window.is_none(); shape.layers], TYPES), shape.window_pattern)
+            }
         };
         let (full, key) = match types(keys, shape.layers)? {
             Some(full) => (full, TYPES),
             None => by_default,
         };
+        if let Self::Rotated(..) = self {
+            shape.no_rope_every = window.and_then(|_| distance(&full, pattern)).unwrap_or(0);
+        }
         (shape.window, shape.window_pattern) = (0, 0);
         let Some(first) = full.iter().position(|full| !full) else { return Ok(()) };
         let Some(window) = window else {
@@ -112,6 +132,12 @@ impl Windows {
                 (PATTERN, json!(pattern)),
                 (TYPES, json!(kinds)),
             ],
+            Self::Rotated(default, _) => {
+                // A window that no block has ends the rotation of all.
+                let unused = (shape.no_rope_every == 1).then_some(default);
+                vec![(WINDOW, json!(window.or(unused))), (PATTERN, json!(pattern)), (TYPES, json!(kinds))]
+            }
+            Self::Listed(_) => vec![(WINDOW, json!(window)), (TYPES, json!(kinds))],
         };
         config.extend(values.into_iter().map(|(key, value)| (key.to_owned(), value)));
     }

@@ -6,8 +6,8 @@
 //! - GPT-2's matrices and those of gpt-oss's experts are stored as `[inputs, outputs]`, the transpose of the arena's;
 //! - gpt-oss alternates the outputs of gate and up projections;
 //! - GPT-NeoX has the queries, keys and values of one head after another;
-//! - rotation pairs elements i and i + R of the first 2 R of each head in files, and elements i and i + D/2 in the
-//!   arena, which differs if only a part of a head is rotated.
+//! - rotation pairs elements i and i + D/2 of each head in the arena. In files, these are elements i and i + R of the
+//!   first 2 R, which differs if only a part of a head is rotated; in ERNIE 4.5's and GLM's, elements 2 i and 2 i + 1.
 
 use std::ops::Range;
 
@@ -50,6 +50,8 @@ pub(crate) struct Names {
     further_blocks: bool,
     /// True if files store matrices as `[inputs, outputs]`.
     transposed: bool,
+    /// True if the elements of a rotated pair are side by side in files.
+    adjacent_pairs: bool,
 }
 
 impl Names {
@@ -102,6 +104,7 @@ pub(super) const LLAMA: Names = Names {
     grouped: None,
     further_blocks: false,
     transposed: false,
+    adjacent_pairs: false,
 };
 
 pub(super) const GPT2: Names = Names {
@@ -148,6 +151,14 @@ pub(super) const GPT_NEOX: Names = Names {
     out: "mlp.dense_4h_to_h",
     ..LLAMA
 };
+
+pub(super) const ARCEE: Names = Names { fc: &["mlp.up_proj"], ..LLAMA };
+
+pub(super) const ERNIE45: Names = Names { adjacent_pairs: true, ..LLAMA };
+
+pub(super) const GLM: Names = Names { fc: &["mlp.gate_up_proj"], ..ERNIE45 };
+
+pub(super) const GLM4: Names = Names { post: ["post_self_attn_layernorm", "post_mlp_layernorm"], ..GLM };
 
 pub(super) const MIXTRAL: Names = Names {
     experts: Some(Experts::Each {
@@ -385,10 +396,11 @@ impl List<'_> {
         if let Some(norms) = &block.qk_norm {
             for (part, range) in names.qk_norm.iter().zip(norms) {
                 self.vector(&format!("{}.weight", name(part)), Some(range), range.len());
-                let (width, pairs) = (shape.head_dim, shape.rotated_width() / 2);
+                let width = shape.head_dim;
                 // The elements of heads are in the order of the projections' rows.
-                let row = |row| row / width * width + rotated_row(row % width, width, pairs);
-                let rows: Vec<usize> = (0..range.len()).map(row).collect();
+                let head = head_rows(names, shape);
+                let rows: Vec<usize> =
+                    (0..range.len()).map(|row| row / width * width + head[row % width]).collect();
                 if let Some(scales) = self.tensors.last_mut().filter(|_| !rows.is_sorted()) {
                     scales.order = Order::Rows(rows);
                 }
@@ -471,7 +483,7 @@ impl List<'_> {
 
     fn qkv(&mut self, name: &dyn Fn(&str) -> String, linear: &Linear) {
         let (queries, keys) = (self.shape.attention_width(), self.shape.kv_heads * self.shape.head_dim);
-        let order = qkv_rows(self.shape, matches!(self.names.qkv, Qkv::ByHead(_)));
+        let order = qkv_rows(self.names, self.shape);
         match &self.names.qkv {
             Qkv::Split(parts) => {
                 let bounds = [0, queries, queries + keys, queries + 2 * keys];
@@ -541,28 +553,34 @@ impl List<'_> {
 }
 
 /// Returns the arena's row of queries, keys and values for each row of a file.
-fn qkv_rows(shape: &ModelShape, by_head: bool) -> Vec<usize> {
+fn qkv_rows(names: &Names, shape: &ModelShape) -> Vec<usize> {
     let (width, heads, kv_heads) = (shape.head_dim, shape.heads, shape.kv_heads);
-    let rotated = (0..width).map(|row| rotated_row(row, width, shape.rotated_width() / 2));
-    let (rotated, plain): (Vec<usize>, Vec<usize>) = (rotated.collect(), (0..width).collect());
+    let (rotated, plain) = (head_rows(names, shape), (0..width).collect::<Vec<usize>>());
     // The first row of a head, and the order of its rows.
     let head = |index: usize| {
         let rows = if index < heads + kv_heads { &rotated } else { &plain };
         rows.iter().map(move |row| index * width + row)
     };
-    if by_head {
+    if matches!(names.qkv, Qkv::ByHead(_)) {
         (0..heads).flat_map(|index| [index, heads + index, 2 * heads + index]).flat_map(head).collect()
     } else {
         (0..heads + 2 * kv_heads).flat_map(head).collect()
     }
 }
 
+/// Returns the arena's row of each row of a head in a file, for queries and keys.
+fn head_rows(names: &Names, shape: &ModelShape) -> Vec<usize> {
+    let (width, pairs) = (shape.head_dim, shape.rotated_width() / 2);
+    (0..width).map(|row| rotated_row(row, width, pairs, names.adjacent_pairs)).collect()
+}
+
 /// Returns the row of a head of `width` rows in the arena for a row in a file. Files have the `pairs` pairs that are
-/// rotated first: their first elements, then their second ones, and then the rest. In the arena, the elements of a pair
-/// are half of the width apart.
-fn rotated_row(row: usize, width: usize, pairs: usize) -> usize {
+/// rotated first, one after the other if they are adjacent, otherwise their first elements and then their second ones;
+/// and then the rest. In the arena, the elements of a pair are half of the width apart.
+fn rotated_row(row: usize, width: usize, pairs: usize, adjacent: bool) -> usize {
     let half = width / 2;
     match row {
+        row if row < 2 * pairs && adjacent => row % 2 * half + row / 2,
         row if row < pairs => row,
         row if row < 2 * pairs => half + row - pairs,
         // The rest fills the first half, then the second.

@@ -19,8 +19,8 @@ pub struct LoraSection {
     pub alpha: Option<f64>,
     /// Adapted layers of every block: "all-linear", or names from "q", "k", "v", "o" (attention), "gate", "up" and
     /// "down" (feed-forward). Models whose files fuse matrices have one adapter for each: "qkv" (GPT-2, Phi 3,
-    /// GPT-NeoX) and "gate_up" (Phi 3). The names in Hugging Face's models, such as "q_proj" or "c_attn", work as well.
-    /// In models with experts, only attention has adapters.
+    /// GPT-NeoX) and "gate_up" (Phi 3, GLM-4). The names in Hugging Face's models, such as "q_proj" or "c_attn", work
+    /// as well. In models with experts, only attention has adapters.
     #[serde(deserialize_with = "one_or_more::deserialize")]
     #[cfg_attr(feature = "schema", schemars(with = "one_or_more::OneOrMore"))]
     pub targets: Vec<String>,
@@ -103,7 +103,7 @@ impl Module {
             return modules;
         }
         match (shape.gated, shape.arch) {
-            (true, Arch::Phi3) => add("gate_up", Layer::Fc, 0..2 * shape.ffn),
+            (true, Arch::Phi3 | Arch::Glm | Arch::Glm4) => add("gate_up", Layer::Fc, 0..2 * shape.ffn),
             (true, _) => {
                 add("gate", Layer::Fc, 0..shape.ffn);
                 add("up", Layer::Fc, shape.ffn..2 * shape.ffn);
@@ -237,6 +237,7 @@ mod tests {
         assert_eq!(names(Arch::Llama, &["all-linear"]).unwrap(), "q k v o gate up down");
         assert_eq!(names(Arch::Gpt2, &["all-linear"]).unwrap(), "qkv o up down");
         assert_eq!(names(Arch::Phi3, &["all-linear"]).unwrap(), "qkv o gate_up down");
+        assert_eq!(names(Arch::Glm4, &["all-linear"]).unwrap(), "q k v o gate_up down");
         assert_eq!(names(Arch::Qwen3, &["v", "q_proj"]).unwrap(), "q v");
         assert_eq!(names(Arch::Mixtral, &["all-linear"]).unwrap(), "q k v o");
         assert_eq!(names(Arch::Gpt2, &["c_attn", "c_proj"]).unwrap(), "qkv o down");

@@ -45,6 +45,22 @@ pub enum Arch {
     /// GPT-NeoX, Pythia: attention and feed-forward layers side by side with a norm each, partial rotation.
     #[serde(rename = "gpt_neox")]
     GptNeoX,
+    /// Arcee: Llama with squared ReLU in place of gates.
+    Arcee,
+    /// ERNIE 4.5 (dense): Llama, with the elements of a rotated pair side by side in its files.
+    #[serde(rename = "ernie4_5")]
+    Ernie45,
+    /// EXAONE 4: norms after layers and of each head, windows in three of four blocks, rotation only in these.
+    Exaone4,
+    /// GLM-4, 2024: Llama with biases on queries, keys and values, and partial rotation.
+    Glm,
+    /// GLM-4, 2025: GLM with norms before and after layers.
+    Glm4,
+    /// Ministral: Mistral, with a window in some blocks.
+    Ministral,
+    /// Seed-OSS: Llama with biases on queries, keys and values.
+    #[serde(rename = "seed_oss")]
+    SeedOss,
     /// Mixtral: Mistral with experts.
     Mixtral,
     /// OLMoE: Llama with experts, and norms of all queries and all keys.
@@ -65,7 +81,7 @@ pub enum Arch {
 
 impl Arch {
     /// All families.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 30] = [
         Self::Gpt2,
         Self::Llama,
         Self::Mistral,
@@ -83,6 +99,13 @@ impl Arch {
         Self::StarCoder2,
         Self::Granite,
         Self::GptNeoX,
+        Self::Arcee,
+        Self::Ernie45,
+        Self::Exaone4,
+        Self::Glm,
+        Self::Glm4,
+        Self::Ministral,
+        Self::SeedOss,
         Self::Mixtral,
         Self::Olmoe,
         Self::Qwen3Moe,
@@ -111,6 +134,13 @@ impl Arch {
             Self::StarCoder2 => STARCODER2,
             Self::Granite => GRANITE,
             Self::GptNeoX => GPT_NEOX,
+            Self::Arcee => ARCEE,
+            Self::Ernie45 => ERNIE45,
+            Self::Exaone4 => EXAONE4,
+            Self::Glm => GLM,
+            Self::Glm4 => GLM4,
+            Self::Ministral => MINISTRAL,
+            Self::SeedOss => SEED_OSS,
             Self::Mixtral => MIXTRAL,
             Self::Olmoe => OLMOE,
             Self::Qwen3Moe => QWEN3_MOE,
@@ -358,6 +388,39 @@ const STABLELM: ModelShape =
 const STARCODER2: ModelShape = ModelShape { arch: Arch::StarCoder2, ..BIASED };
 
 const GRANITE: ModelShape = ModelShape { arch: Arch::Granite, ..LLAMA };
+
+const ARCEE: ModelShape = ModelShape {
+    arch: Arch::Arcee,
+    activation: Activation::Relu2,
+    gated: false,
+    ffn: 512,
+    tied: false,
+    ..LLAMA
+};
+
+const ERNIE45: ModelShape = ModelShape { arch: Arch::Ernie45, rope_theta: 5e5, ..LLAMA };
+
+const EXAONE4: ModelShape = ModelShape {
+    arch: Arch::Exaone4,
+    norm_place: NormPlace::Post,
+    qk_norm: QkNorm::Head,
+    window: 4096,
+    window_pattern: 4,
+    no_rope_every: 4,
+    rope_theta: 1e6,
+    tied: false,
+    ..LLAMA
+};
+
+const GLM: ModelShape =
+    ModelShape { arch: Arch::Glm, qkv_bias: true, rope_fraction: 0.5, tied: false, ..LLAMA };
+
+const GLM4: ModelShape = ModelShape { arch: Arch::Glm4, norm_place: NormPlace::Both, qkv_bias: false, ..GLM };
+
+const MINISTRAL: ModelShape = ModelShape { arch: Arch::Ministral, window: 4096, tied: false, ..LLAMA };
+
+const SEED_OSS: ModelShape =
+    ModelShape { arch: Arch::SeedOss, qkv_bias: true, norm_eps: 1e-6, rope_theta: 1e7, tied: false, ..LLAMA };
 
 pub(super) const MIXTRAL: ModelShape =
     ModelShape { arch: Arch::Mixtral, experts: 8, ffn: 176, rope_theta: 1e6, tied: false, ..LLAMA };

@@ -129,6 +129,7 @@ fn model_is_exported_as_another_family_if_its_own_cannot_represent_it() {
         (ModelShape { norm: NormKind::Layer, rope_fraction: 0.5, ..llama() }, Arch::StableLm),
         (ModelShape { arch: Arch::Qwen3, qk_norm: QkNorm::None, ..llama() }, Arch::Llama),
         (ModelShape { activation: Activation::Relu2, ..llama() }, Arch::Llama),
+        (ModelShape { gated: false, ..llama() }, Arch::Arcee),
         // Keys that make no difference.
         (ModelShape { embedding_scale: 128f64.sqrt(), ..Arch::Gemma.base() }, Arch::Gemma),
         (ModelShape { windowed_rope_theta: 0.0, ..Arch::Olmo3.base() }, Arch::Olmo3),
@@ -293,6 +294,41 @@ fn published_configurations_are_read_as_presets() {
         "use_parallel_residual": true, "vocab_size": 50304
     });
     assert_eq!(read(&pythia).unwrap(), preset("pythia-160m"));
+}
+
+#[test]
+fn blocks_of_exaone_4_with_a_window_are_those_with_rotation() {
+    // As EXAONE 4.0 32B is published, but for its sizes: the letters repeat as `layer_types` say.
+    let kinds = |letters: &str| -> Vec<&str> {
+        letters.chars().map(|kind| if kind == 'L' { "sliding_attention" } else { "full_attention" }).collect()
+    };
+    let mut config = json!({
+        "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "head_dim": 128, "hidden_size": 5120,
+        "layer_types": kinds("LLLGLLLG"), "max_position_embeddings": 131072, "model_type": "exaone4",
+        "num_attention_heads": 40, "num_hidden_layers": 8, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 1000000,
+        "sliding_window": 4096, "sliding_window_pattern": "LLLG", "vocab_size": 102400
+    });
+    let shape = read(&config).unwrap();
+    assert_eq!((shape.window, shape.window_pattern, shape.no_rope_every), (4096, 4, 4));
+    config["layer_types"] = json!(kinds("LGGGLGGG"));
+    assert!(read(&config).unwrap_err().to_string().contains("layer_types"));
+    // Without these, letters say nothing to the library's class either.
+    config["layer_types"] = Value::Null;
+    assert!(read(&config).unwrap_err().to_string().contains("sliding_window_pattern"));
+    // A window that no block has, and none.
+    config["layer_types"] = json!(kinds("GGGGGGGG"));
+    let still = read(&config).unwrap();
+    assert_eq!((still.window, still.no_rope_every), (0, 1));
+    config["sliding_window"] = Value::Null;
+    let whole = read(&config).unwrap();
+    assert_eq!((whole.window, whole.no_rope_every), (0, 0));
+    for shape in [shape, still, whole] {
+        assert_eq!(read(&write_own(&shape, TokenIds::default())).unwrap(), shape);
+    }
+    let some = ModelShape { no_rope_every: 2, ..Arch::Exaone4.base() };
+    assert_eq!(family_for(&some).unwrap_err().0, "model.no_rope_every");
 }
 
 #[test]
@@ -526,7 +562,10 @@ fn other_types_of_models_are_refused_with_the_nearest_supported_one() {
         ("gemma3", &["images", "gemma3_text"]),
         ("mistral4", &["latent attention", "`glm4_moe`"]),
         ("nemotron_h", &["state space", "`llama`"]),
-        ("ernie4_5_moe", &["another order", "`llama`"]),
+        ("ernie4_5_moe", &["experts", "`glm4_moe`"]),
+        ("helium", &["another order", "`ernie4_5`"]),
+        ("glm4v", &["images", "`glm4`"]),
+        ("ministral3", &["scaled by their position", "`ministral`"]),
         ("lfm2", &["convolutions", "`qwen3`"]),
         ("minimax_m2", &["another architecture", "`glm4_moe`"]),
         ("never_heard_of", &["supported are llama, gpt2"]),

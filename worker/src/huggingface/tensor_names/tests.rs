@@ -81,15 +81,18 @@ fn matrices_of_gpt2_blocks_are_transposed_and_gates_come_before_up_projections()
 #[test]
 fn rotated_elements_of_a_head_are_half_of_it_apart() {
     for (width, pairs) in [(8, 1), (32, 4), (32, 8), (64, 12), (16, 8), (80, 16)] {
-        let rows: Vec<usize> = (0..width).map(|row| rotated_row(row, width, pairs)).collect();
-        for pair in 0..pairs {
-            // Files pair elements i and i + R, the arena i and i + D/2.
-            assert_eq!((rows[pair], rows[pairs + pair]), (pair, width / 2 + pair), "{width} {pairs}");
+        for adjacent in [false, true] {
+            let rows: Vec<usize> = (0..width).map(|row| rotated_row(row, width, pairs, adjacent)).collect();
+            for pair in 0..pairs {
+                // Files pair elements i and i + R, or 2 i and 2 i + 1; the arena i and i + D/2.
+                let places = if adjacent { [2 * pair, 2 * pair + 1] } else { [pair, pairs + pair] };
+                assert_eq!(places.map(|at| rows[at]), [pair, width / 2 + pair], "{width} {pairs}");
+            }
+            let mut sorted = rows.clone();
+            sorted.sort_unstable();
+            assert_eq!(sorted, (0..width).collect::<Vec<_>>(), "{width} {pairs}: {rows:?}");
+            assert_eq!(rows.is_sorted(), !adjacent && 2 * pairs == width);
         }
-        let mut sorted = rows.clone();
-        sorted.sort_unstable();
-        assert_eq!(sorted, (0..width).collect::<Vec<_>>(), "{width} {pairs}: {rows:?}");
-        assert_eq!(rows.is_sorted(), 2 * pairs == width);
     }
 }
 
@@ -97,14 +100,16 @@ fn rotated_elements_of_a_head_are_half_of_it_apart() {
 fn rows_of_heads_are_a_permutation_in_both_directions() {
     let shape =
         ModelShape { heads: 4, kv_heads: 4, head_dim: 16, rope_fraction: 0.5, ..Arch::GptNeoX.base() };
-    let rows = qkv_rows(&shape, true);
+    let names = Family::of(Arch::GptNeoX).names;
+    let rows = qkv_rows(names, &shape);
     // The second head's queries follow the values of the first, in which nothing is rotated.
     assert_eq!((rows[16], rows[32], rows[48]), (4 * 16, 8 * 16, 16));
     assert_eq!(rows[32..48], (8 * 16..9 * 16).collect::<Vec<_>>());
     assert_eq!(rows[..16], [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]);
     for (name, shape) in shapes() {
-        for by_head in [false, shape.heads == shape.kv_heads] {
-            let mut rows = qkv_rows(&shape, by_head);
+        let by_head = Some(names).filter(|_| shape.heads == shape.kv_heads);
+        for names in [Family::of(shape.arch).names].into_iter().chain(by_head) {
+            let mut rows = qkv_rows(names, &shape);
             rows.sort_unstable();
             assert_eq!(rows, (0..shape.qkv_width()).collect::<Vec<_>>(), "{name}");
         }
