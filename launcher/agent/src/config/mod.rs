@@ -53,6 +53,7 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
     let overrides = renamed_overrides(overrides, &mut warnings)?;
     check_alternatives(path, text, &overrides)?;
     for change in &overrides {
+        check_list_is_quoted(&table, change)?;
         apply(&mut table, change, value(&change.value))?;
         let Err(error) = JobSpec::deserialize(table.clone()) else { continue };
         let mut takes = |value: Value| {
@@ -124,6 +125,21 @@ fn check_alternatives(path: &Path, text: &str, overrides: &[Override]) -> Result
         }
     }
     Ok(())
+}
+
+/// Refuses a list without quotes, as a shell passes on `["a", "b"]`. As text it would be a glob for a file `a` or `b`.
+fn check_list_is_quoted(table: &Table, change: &Override) -> Result<(), ConfigError> {
+    let text = &change.value;
+    if !(text.starts_with('[') && text.ends_with(']') && value(text).is_str()) {
+        return Ok(());
+    }
+    let mut table = table.clone();
+    apply(&mut table, change, Value::Array(vec!["".into()]))?;
+    if JobSpec::deserialize(table).is_err() {
+        return Ok(());
+    }
+    let problem = format!("the elements of `{text}` have no quotes, which a shell removes");
+    Err(ConfigError::value(&change.source, &problem, &format!(r#"'{}=["A", "B"]'"#, change.key)))
 }
 
 fn apply(table: &mut Table, change: &Override, value: Value) -> Result<(), ConfigError> {
@@ -432,9 +448,13 @@ mod tests {
             }
         }
         // As a glob, each would match files with one character in their names.
-        for list in
-            [r#"[{path = "a", wieght = 1}]"#, r#"[{path = "a", weight = 1}, "b"]"#, r#"{path = "a"}"#, "[1]"]
-        {
+        for list in [
+            r#"[{path = "a", wieght = 1}]"#,
+            r#"[{path = "a", weight = 1}, "b"]"#,
+            r#"{path = "a"}"#,
+            "[1]",
+            "[a,b]",
+        ] {
             let change = Override::from_flag(&format!("data.train={list}")).unwrap();
             let error = parse(Path::new("a.toml"), "", &[change]).unwrap_err().to_string();
             assert!(error.starts_with("--set data.train="), "{error}");
