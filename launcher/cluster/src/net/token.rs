@@ -27,6 +27,8 @@ pub const MIN_TOKEN_BYTES: usize = 16;
 /// Maximum length of a token in bytes.
 pub const MAX_TOKEN_BYTES: usize = 4096;
 
+/// Byte order mark, with which some editors of Windows begin a file.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 /// Number of random bytes in a generated token.
 const GENERATED_BYTES: usize = 32;
 /// Separates the keys of this protocol version from other uses of the same token.
@@ -119,9 +121,9 @@ impl Token {
         if mode & others != 0 {
             return Err(TokenError::Readable { path: path.into(), mode });
         }
-        // One byte more than allowed, and two for the end of the line. With this capacity the buffer is never
-        // reallocated, which would leave a copy of the token in memory.
-        let most = MAX_TOKEN_BYTES + 3;
+        // One byte more than allowed, a byte order mark, and two for the end of the line. With this capacity the buffer
+        // is never reallocated, which would leave a copy of the token in memory.
+        let most = BYTE_ORDER_MARK.len() + MAX_TOKEN_BYTES + 3;
         let mut bytes = Zeroizing::new(Vec::with_capacity(most));
         file.take(most as u64).read_to_end(&mut bytes).map_err(failed)?;
         Self::parse(bytes, &format!("`{}`", path.display()))
@@ -181,6 +183,9 @@ impl Token {
         // Files of Windows editors have a carriage return before the line feed.
         for end in [b'\n', b'\r'] {
             bytes.pop_if(|last| *last == end);
+        }
+        if bytes.starts_with(BYTE_ORDER_MARK) {
+            bytes.drain(..BYTE_ORDER_MARK.len());
         }
         match bytes.len() {
             0..MIN_TOKEN_BYTES => Err(TokenError::Short { origin: origin.into(), bytes: bytes.len() }),
@@ -251,7 +256,14 @@ mod tests {
             assert_eq!(token.expose().len(), expected, "{text:?}");
         }
         let longest = "x".repeat(MAX_TOKEN_BYTES);
-        assert!(Token::read(&file(dir.path(), &format!("{longest}\r\n"), 0o400)).is_ok());
+        assert!(Token::read(&file(dir.path(), &format!("\u{feff}{longest}\r\n"), 0o400)).is_ok());
+    }
+
+    #[test]
+    fn byte_order_mark_is_not_part_of_a_token() {
+        let dir = tempfile::tempdir().unwrap();
+        let token = Token::read(&file(dir.path(), &format!("\u{feff}{SECRET}\r\n"), 0o600)).unwrap();
+        assert_eq!(token.expose(), SECRET.as_bytes());
     }
 
     #[test]
