@@ -379,8 +379,8 @@ fn top_shows_running_launches_without_a_daemon() {
     let launch = Launch::new();
     let run = launch.spawn_shell(&[], 1, "echo ready >&2; exec sleep 1000");
     run.wait_for_stderr("ready");
-    // A terminal without a size counts as one of 24 rows and 80 columns.
-    for size in ["rows 40 cols 120", "rows 0 cols 0"] {
+    // A terminal without a size counts as one of 24 rows and 80 columns. A size may be nonsense.
+    for size in ["rows 40 cols 120", "rows 0 cols 0", "rows 65535 cols 65535"] {
         let steps = [
             send(&format!("stty {size}; XLAUNCH_SOCKET=/nonexistent $X top\n")),
             // Spaces are not transmitted, as the screen is empty at first.

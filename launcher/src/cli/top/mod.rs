@@ -19,7 +19,8 @@ use std::time::Duration;
 use clap::Args;
 use ratatui::backend::{Backend, CrosstermBackend};
 use ratatui::crossterm::event::{self, Event};
-use ratatui::crossterm::terminal;
+use ratatui::crossterm::execute;
+use ratatui::crossterm::terminal::{self, EnterAlternateScreen};
 use ratatui::layout::{Rect, Size};
 use ratatui::{DefaultTerminal, TerminalOptions, Viewport};
 use tokio::signal::unix::{SignalKind, signal};
@@ -92,35 +93,47 @@ pub(super) fn has_colours(no_color: Option<&std::ffi::OsStr>) -> bool {
 
 /// Size to draw for a terminal that does not know its own, such as a serial line or one of a container.
 const DEFAULT_SIZE: Rect = Rect::new(0, 0, 80, 24);
+/// Size to draw at most, because memory is allocated for each character. Some programs report 65535 x 65535.
+const MAX_SIZE: Size = Size::new(2000, 1000);
 
 /// The terminal in raw mode until this is dropped.
 struct Screen {
     terminal: DefaultTerminal,
-    viewport: Viewport,
+    area: Rect,
 }
 
 impl Screen {
     fn open() -> std::io::Result<Self> {
-        Ok(Self { terminal: ratatui::try_init()?, viewport: Viewport::Fullscreen })
+        let area = drawn_area()?;
+        let screen = Self { terminal: ratatui::try_init_with_options(options(area))?, area };
+        execute!(std::io::stdout(), EnterAlternateScreen)?;
+        Ok(screen)
     }
 
     fn draw(&mut self, state: &State) -> std::io::Result<()> {
-        let (columns, rows) = terminal::size()?;
-        let viewport = viewport(Size::new(columns, rows));
-        // A terminal may learn its size later.
-        if viewport != self.viewport {
-            let options = TerminalOptions { viewport: viewport.clone() };
-            self.terminal = DefaultTerminal::with_options(CrosstermBackend::new(std::io::stdout()), options)?;
-            // `Terminal::clear` would ask for the position of the cursor, which such a terminal may not answer.
+        let area = drawn_area()?;
+        if area != self.area {
+            let backend = CrosstermBackend::new(std::io::stdout());
+            self.terminal = DefaultTerminal::with_options(backend, options(area))?;
+            // `Terminal::clear` would ask for the position of the cursor, which not every terminal answers.
             self.terminal.backend_mut().clear()?;
-            self.viewport = viewport;
+            self.area = area;
         }
         self.terminal.draw(|frame| draw::draw(frame, state)).map(drop)
     }
 }
 
-fn viewport(size: Size) -> Viewport {
-    if size.width == 0 || size.height == 0 { Viewport::Fixed(DEFAULT_SIZE) } else { Viewport::Fullscreen }
+/// Options for a fixed area: in full screen, memory is allocated for any size that the terminal reports.
+fn options(area: Rect) -> TerminalOptions {
+    TerminalOptions { viewport: Viewport::Fixed(area) }
+}
+
+fn drawn_area() -> std::io::Result<Rect> {
+    let (columns, rows) = terminal::size()?;
+    // A terminal may learn its size later.
+    let is_known = columns > 0 && rows > 0;
+    let area = Rect::new(0, 0, columns.min(MAX_SIZE.width), rows.min(MAX_SIZE.height));
+    Ok(if is_known { area } else { DEFAULT_SIZE })
 }
 
 impl Drop for Screen {
