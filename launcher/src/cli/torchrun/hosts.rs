@@ -1,5 +1,6 @@
 //! `--hosts`, `--hostfile`, `--ssh` and `--export`: a launch over ssh. The hosts get the rest of the command line.
 
+use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::io::Read;
 use std::path::Path;
@@ -100,7 +101,9 @@ fn read_hosts(line: &Line) -> Result<Vec<Host>, String> {
         [given] => (given, given.value.as_deref().unwrap_or_default()),
         [] => {
             let names = line.given.iter().filter(|given| FLAGS.contains(&given.flag.name));
-            let names: Vec<&str> = names.map(|given| given.written.as_str()).collect();
+            let mut names: Vec<&str> = names.map(|given| given.written.as_str()).collect();
+            let mut seen = BTreeSet::new();
+            names.retain(|name| seen.insert(*name));
             return Err(format!("{} can be used only with --hosts or --hostfile", names.join(" and ")));
         }
         [first, second, ..] if first.flag.name == second.flag.name => {
@@ -338,6 +341,7 @@ mod tests {
     fn contradictions_are_refused() {
         for (words, error) in [
             ("--ssh x --export A a.py", "--ssh and --export can be used only with --hosts or --hostfile"),
+            ("--export A --export B a.py", "--export can be used only with --hosts"),
             ("--hosts a --hosts b a.py", "--hosts is given twice"),
             ("--hosts a --hostfile b a.py", "--hosts and --hostfile cannot be combined"),
             (
