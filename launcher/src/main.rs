@@ -30,6 +30,7 @@ fn main() -> ExitCode {
     if std::env::args_os().next().is_some_and(|name| name == spawn::terminal::RELAY_NAME) {
         return spawn::terminal::relay_main();
     }
+    spawn::sys::unblock_signals();
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "worker") {
         let rank_threads =
             std::env::args_os().nth(2).is_some_and(|it| it == worker_environment::RANK_THREADS);

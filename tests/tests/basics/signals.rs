@@ -8,6 +8,7 @@ xlaunch_harness::tests! {
     terminating_signals_are_forwarded_and_set_exit_code,
     sigterm_during_a_restart_delay_sets_exit_code_and_is_named,
     sighup_ignored_by_nohup_stays_ignored,
+    sigterm_stops_a_launch_whose_parent_blocks_it,
     sigusr1_is_forwarded_and_does_not_stop_the_job;
 }
 
@@ -68,6 +69,17 @@ fn sighup_ignored_by_nohup_stays_ignored() {
     launch.write("go", "");
     let run = run.wait();
     assert_eq!((run.code, run.stdout.trim()), (0, "done"), "{}", run.stderr);
+}
+
+fn sigterm_stops_a_launch_whose_parent_blocks_it() {
+    let launch = Launch::with_program("env");
+    let xlaunch = xlaunch_path().display().to_string();
+    let worker = "echo ready >&2; exec sleep 1000";
+    let run = launch.spawn(&["--block-signal=TERM", &xlaunch, "--", "sh", "-c", worker]);
+    run.wait_for_stderr("ready");
+    run.signal(Signal::TERM);
+    let run = run.wait();
+    assert_eq!(run.code, 143, "{}", run.stderr);
 }
 
 fn sigusr1_is_forwarded_and_does_not_stop_the_job() {

@@ -172,6 +172,17 @@ pub fn block_signals(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
+/// Unblocks all signals in this thread and in threads that it starts. A process inherits the mask of its parent, so one
+/// that blocks SIGTERM would make xlaunch deaf to it. Must be called before any thread is started.
+pub fn unblock_signals() {
+    let mut none = std::mem::MaybeUninit::uninit();
+    // SAFETY: sigemptyset initialises the set that the other call reads. Neither fails with these arguments.
+    unsafe {
+        libc::sigemptyset(none.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, none.as_ptr(), std::ptr::null_mut());
+    }
+}
+
 /// Calls `each` with every signal that a key of the terminal sends to this process, until `each` returns false. Signals
 /// from other processes are consumed and ignored, except for SIGTSTP, which xlaunch does not send: an editor or a
 /// debugger that reads Ctrl-Z as a key sends it to its own process group. All signals must be blocked.
