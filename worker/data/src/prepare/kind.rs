@@ -18,7 +18,7 @@ pub(super) enum Kind {
 }
 
 /// Magic numbers of files that are not text, with a description.
-const FOREIGN: [(&[u8], &str); 20] = [
+const FOREIGN: [(&[u8], &str); 21] = [
     (b"PK\x03\x04", "a zip archive (as PyTorch's .bin and .pt files, .npz and .docx are)"),
     (b"\x80\x02", "a Python pickle"),
     (b"\x80\x03", "a Python pickle"),
@@ -37,6 +37,7 @@ const FOREIGN: [(&[u8], &str); 20] = [
     (b"\x7fELF", "a program"),
     (b"\xfd7zXZ\0", "compressed with xz; decompress it, or use gzip or zstd"),
     (b"BZh", "compressed with bzip2; decompress it, or use gzip or zstd"),
+    (b"\x04\x22\x4d\x18", "compressed with LZ4; decompress it, or use gzip or zstd"),
     (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"),
     (b"\xfe\xff", "UTF-16 text; convert it to UTF-8"),
 ];
@@ -128,6 +129,7 @@ mod tests {
             (b"\x80\x04\x95", "pickle"),
             (b"\x10\0\0\0\0\0\0\0{\"__metadata__\"", "safetensors"),
             (b"SQLite format 3\0", "SQLite"),
+            (b"\x04\x22\x4d\x18abc", "LZ4"),
             (b"h\0e\0l\0l\0o\0", "convert UTF-16 to UTF-8"),
             (b"\x2f\0\x01\0\x3a\0\0\0", "token ids"),
         ] {

@@ -15,6 +15,8 @@ use super::inputs::Input;
 
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
+/// A frame that is skipped, without its first byte, 0x50 to 0x5f. pzstd begins files with one.
+const ZSTD_SKIPPED_MAGIC: [u8; 3] = [0x2a, 0x4d, 0x18];
 /// Maximum window size, which is that of `zstd --long`.
 const MAX_ZSTD_WINDOW_BYTES: u64 = 128 << 20;
 const READ_BUFFER_BYTES: usize = 256 << 10;
@@ -55,7 +57,7 @@ impl Source {
         let magic = fill(&mut buffered).map_err(|error| PrepareError::read(&label, &error))?;
         let (reader, format): (Box<dyn Read>, _) = if magic.starts_with(&GZIP_MAGIC) {
             (Box::new(Gzip { member: Some(GzDecoder::new(buffered)) }), Some("gzip"))
-        } else if magic.starts_with(&ZSTD_MAGIC) {
+        } else if magic == ZSTD_MAGIC || magic[0] & 0xf0 == 0x50 && magic[1..] == ZSTD_SKIPPED_MAGIC {
             (Box::new(Zstd::new(buffered)), Some("zstd"))
         } else {
             (Box::new(buffered), None)
