@@ -9,6 +9,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Vis
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::blocks::{Block, Form, HASHED_BYTES};
+use super::rows::LONG_ROW;
 use super::{Invalid, PrepareError};
 use crate::Tokenizer;
 use crate::chat::{ChatEncoder, Document, Outcome, parse_json};
@@ -153,6 +154,13 @@ impl Encoder {
         let line = self.line_text(bytes)?;
         if line.is_empty() {
             return Ok(String::new());
+        }
+        if line.as_bytes() == LONG_ROW {
+            return Err(
+                "the row has more fields than the header: a text that contains the delimiter needs quotes\n\
+                        help: quote it, or see --on-error"
+                    .into(),
+            );
         }
         let text = self.json(&line, |line| {
             let mut json = serde_json::Deserializer::from_str(line);

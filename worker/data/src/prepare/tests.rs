@@ -135,7 +135,10 @@ fn forms_of_input_give_the_same_documents() {
     assert_eq!(prepared("a", &padded, separator.clone(), None), texts);
     let garbage = Prepared::new(Tokenizer::gpt2()).with("a", [&padded[..], b"x"].concat()).error();
     assert!(garbage.contains("damaged or truncated gzip data"), "{garbage}");
-    assert_eq!(prepared("a", &parts(zstd), separator, None), texts);
+    assert_eq!(prepared("a", &parts(zstd), separator.clone(), None), texts);
+    // As pzstd writes it.
+    let skipped = [b"\x50\x2a\x4d\x18\x04\0\0\0\x11\0\0\0", &parts(zstd)[..]].concat();
+    assert_eq!(prepared("a", &skipped, separator, None), texts);
 }
 
 /// Text with short and long documents; one of them cannot be cut anywhere for megabytes.
@@ -225,6 +228,8 @@ fn wrong_text_is_refused_with_its_place() {
         let error = line(text);
         assert!(error.contains(expected), "{error}");
     }
+    let error = prepared("a.csv", b"text,id\na,1\nb, c,2\n").error();
+    assert!(error.contains("a.csv:2: the row has more fields than the header"), "{error}");
     // The first error in the order of the input is reported, regardless of which thread finds one first.
     let many: String =
         (0..200_000).map(|n| if n < 100_000 { "{\"text\": \"a\"}\n" } else { "x\n" }).collect();
