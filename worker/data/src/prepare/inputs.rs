@@ -46,8 +46,8 @@ fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
             }
             let mut files = search(path, None, output, argument)?;
             check_splits(path, &files)?;
-            if files.iter().any(|file| extension(file).is_some_and(|extension| extension == "parquet")) {
-                files.retain(|file| *file != path.join(CARD));
+            if files.iter().any(|file| is_table(file)) {
+                files.retain(|file| CARDS.iter().all(|card| *file != path.join(card)));
             }
             Ok(files)
         }
@@ -95,8 +95,8 @@ fn search(
 
 /// File in a directory that `DatasetDict.save_to_disk` writes.
 const SAVED_SPLITS: &str = "dataset_dict.json";
-/// Description of a dataset in the directory with its tables.
-const CARD: &str = "README.md";
+/// Descriptions of a dataset in the directory with its tables.
+const CARDS: [&str; 4] = ["README.md", "LICENSE", "LICENSE.md", "LICENSE.txt"];
 /// Words in the paths of tables that are a dataset's training data.
 const TRAIN_WORDS: [&str; 2] = ["train", "training"];
 /// Words in the paths of tables that a dataset holds out, as Python's `datasets` reads them.
@@ -113,8 +113,7 @@ fn check_splits(dir: &Path, files: &[PathBuf]) -> Result<(), PrepareError> {
             let path = file.strip_prefix(dir).unwrap_or(file).to_string_lossy().to_lowercase();
             let has =
                 |words: &[&str]| path.split(|c: char| !c.is_alphabetic()).any(|word| words.contains(&word));
-            let is_table = extension(file).is_some_and(|extension| TABLES.contains(&extension.as_str()));
-            is_table && has(wanted) && !has(other)
+            is_table(file) && has(wanted) && !has(other)
         })
     };
     let Some((train, held_out)) =
@@ -134,6 +133,10 @@ fn check_splits(dir: &Path, files: &[PathBuf]) -> Result<(), PrepareError> {
         train.display(),
         held_out.display()
     )))
+}
+
+fn is_table(file: &Path) -> bool {
+    extension(file).is_some_and(|extension| TABLES.contains(&extension.as_str()))
 }
 
 /// Returns the extension of a file's name, ignoring that of its compression.
@@ -197,7 +200,7 @@ mod tests {
             }
             let arguments = |end: &str| [format!("{}{end}", dir.path().display())];
             assert_eq!(find(&arguments("/**"), Path::new("/none")).unwrap().len(), files.len());
-            let cards = usize::from(files.contains(&"README.md"));
+            let cards = files.iter().filter(|file| CARDS.contains(file)).count();
             match find(&arguments(""), Path::new("/none")) {
                 Ok(found) => {
                     assert_eq!(found.len(), files.len() - cards);
@@ -221,6 +224,8 @@ mod tests {
             ["train.py", "test.py", "tests/data.json"],
             ["train-00000.parquet", "train-00001.parquet", "README.md"],
             ["latest.jsonl", "trains.jsonl", "test-train.jsonl"],
+            ["a.jsonl.gz", "LICENSE", "README.md"],
+            ["a.csv", "docs/README.md", "LICENSE.txt"],
         ] {
             assert_eq!(refusal(&files), None, "{files:?}");
         }
