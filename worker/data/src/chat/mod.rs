@@ -22,15 +22,26 @@ mod spans;
 mod template;
 mod templates;
 
-/// Names of the fields of a row.
-pub(crate) const CHAT_COLUMNS: &[&str] =
-    &["messages", "conversations", "prompt", "completion", "text", "tools", "system", "chat_template_kwargs"];
+/// Names of the fields of a row, apart from [`MEDIA`].
+pub(crate) const CHAT_COLUMNS: &[&str] = &[
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "text",
+    "tools",
+    "functions",
+    "system",
+    "label",
+    "chat_template_kwargs",
+];
 
 /// Parsed JSON. Unlike in `serde_json`, objects keep the order of their keys, in which templates print them.
 pub use minijinja::Value;
 
 pub(crate) use encode::{ChatEncoder, Document, Outcome};
 pub(crate) use json::parse_json;
+pub(crate) use row::MEDIA;
 pub use template::Template;
 pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};
 pub use templates::{Templates, template_of, template_tokens};

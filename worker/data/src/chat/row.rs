@@ -23,6 +23,12 @@ const OTHER_WEIGHTS: [(&str, bool); 6] = [
     ("masked", true),
 ];
 
+/// Keys of trainers that weigh an answer, or parts of it. Any value other than 1 would be trained on as 1.
+const OTHER_SCALES: [&str; 4] = ["loss_weight", "loss_scale", "loss_mask", "train_detail"];
+
+/// Fields of rows and messages with what an answer may be about.
+pub(crate) const MEDIA: &[&str] = &["images", "image", "videos", "video", "audios", "audio"];
+
 /// Contents of a row.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Row {
@@ -62,6 +68,12 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
     let field =
         |name: &str| value.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none());
     let tools = tools(field("tools"))?;
+    if field("functions").is_some_and(|functions| functions.is_true()) {
+        return Err("`functions` is not read\nhelp: write them as `tools`".into());
+    }
+    if ["messages", "conversations", "prompt"].iter().any(|name| field(name).is_some()) {
+        check_media(value, "")?;
+    }
     if field("chat_template_kwargs").is_some_and(|options| options.len() != Some(0)) {
         return Err("`chat_template_kwargs` is not supported\nhelp: remove it, and set these variables at the beginning \
                     of a template: --chat-template FILE with `{% set enable_thinking = false %}`"
@@ -74,6 +86,12 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
         return chat(with_system(conversations(&list)?, field("system"))?, tools, 0);
     }
     match (field("prompt"), field("completion"), field("text")) {
+        // As in the rows of TRL's KTO trainer.
+        (Some(_), Some(_), _) if field("label").is_some_and(|label| label == Value::from(false)) => Err(
+            "`label` is false: the completion is one that the model should not write\nhelp: remove such rows, or see \
+             --on-error"
+                .into(),
+        ),
         (Some(prompt), Some(completion), _) => pair(&prompt, &completion, tools),
         (Some(_), None, _) => Err("the row has a `prompt`, but no `completion`".into()),
         (None, Some(_), _) => Err("the row has a `completion`, but no `prompt`".into()),
@@ -81,6 +99,9 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
             let text =
                 text.as_str().ok_or_else(|| format!("`text` is a {}; expected a string", text.kind()))?;
             if text.is_empty() { Ok(Row::Empty) } else { Ok(Row::Text(text.into())) }
+        }
+        (None, None, None) if keys(value).is_empty() => {
+            Err("no field of the row has a value\nhelp: see --on-error".into())
         }
         (None, None, None) => Err(format!(
             "the row has none of `messages`, `prompt` and `completion`, or `text`, only {}\nhelp: rename its fields, \
@@ -90,10 +111,23 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
     }
 }
 
+/// Returns the names of fields that have a value.
 fn keys(value: &Value) -> String {
-    let names: Vec<String> =
-        value.try_iter().into_iter().flatten().take(10).map(|key| format!("`{key}`")).collect();
-    if names.is_empty() { "no fields".into() } else { names.join(", ") }
+    let keys = value.try_iter().into_iter().flatten();
+    let keys = keys.filter(|key| value.get_item(key).is_ok_and(|field| !field.is_none()));
+    keys.take(10).map(|key| format!("`{key}`")).collect::<Vec<_>>().join(", ")
+}
+
+/// Refuses images and the like: the model would learn answers about what it has not seen.
+fn check_media(value: &Value, at: &str) -> Result<(), String> {
+    let has = |name: &&&str| value.get_attr(name).is_ok_and(|media| media.is_true());
+    match MEDIA.iter().find(has) {
+        None => Ok(()),
+        Some(name) => Err(format!(
+            "`{at}{name}` is not read: only text is supported\nhelp: remove such rows, see --on-error, or remove the \
+             field if no message is about it"
+        )),
+    }
 }
 
 /// Adds the system message that a row has beside its messages.
@@ -193,14 +227,27 @@ pub(crate) fn is_counted(message: &Value) -> bool {
 fn check_other_weights(answer: &Value, at: &str) -> Result<(), String> {
     for (key, leaves_out) in OTHER_WEIGHTS {
         let Ok(value) = answer.get_attr(key) else { continue };
-        if matches!(value.kind(), ValueKind::Bool | ValueKind::Number) && value.is_true() == leaves_out {
-            return Err(format!(
-                "`{at}.{key}` is {value}, which is not read\nhelp: leave the message out of the loss with \
-                 `\"weight\": 0`, or remove the key"
-            ));
+        let is_flag = matches!(value.kind(), ValueKind::Bool | ValueKind::Number);
+        let is_text = value.as_str().is_some_and(|text| text.eq_ignore_ascii_case(&leaves_out.to_string()));
+        if is_flag && value.is_true() == leaves_out || is_text {
+            return Err(other_weight(at, key, &value));
+        }
+    }
+    for key in OTHER_SCALES {
+        let Ok(value) = answer.get_attr(key) else { continue };
+        if !value.is_undefined() && !value.is_none() && value != Value::from(1) && value != Value::from(true)
+        {
+            return Err(other_weight(at, key, &value));
         }
     }
     Ok(())
+}
+
+fn other_weight(at: &str, key: &str, value: &Value) -> String {
+    format!(
+        "`{at}.{key}` is {value}, which is not read\nhelp: leave the message out of the loss with `\"weight\": 0`, or \
+         remove the key"
+    )
 }
 
 /// Checks messages. Keys without a value are left out, as `transformers` does.
@@ -234,6 +281,10 @@ fn message(message: &Value, at: &str) -> Result<Value, String> {
     }
     if has_role(message, ASSISTANT) {
         check_other_weights(message, at)?;
+    }
+    check_media(message, &format!("{at}."))?;
+    if has("function_call").is_some() {
+        return Err(format!("`{at}.function_call` is not read\nhelp: write it as `tool_calls`"));
     }
     match has("content") {
         Some(content) => check_content(content, at)?,
@@ -314,6 +365,7 @@ fn conversations(list: &Value) -> Result<Vec<Value>, String> {
         if role == ASSISTANT {
             check_other_weights(&message, &at)?;
         }
+        check_media(&message, &format!("{at}."))?;
         let weight = message.get_attr("weight").ok().filter(|weight| !weight.is_undefined());
         let pairs = [("role", Value::from(role)), ("content", Value::from(&*value))];
         let pairs = pairs.into_iter().chain(weight.map(|weight| ("weight", weight)));

@@ -328,6 +328,13 @@ fn rows_of_other_forms_are_chats_or_texts() {
         assert!(trained_on(CHATML, &other.replace(to, ": true}")).is_ok());
         assert!(trained_on(CHATML, &other.replace("train", "masked").replace(to, ": true}")).is_err());
     }
+    for wrong in
+        [r#""train": "False""#, r#""loss_weight": 0.5"#, r#""loss_mask": [0]"#, r#""train_detail": [{}]"#]
+    {
+        let error = trained_on(CHATML, &weights.replace("\"weight\": 0", wrong)).unwrap_err();
+        assert!(error.contains("which is not read") && error.contains("\"weight\": 0"), "{error}");
+    }
+    assert!(trained_on(CHATML, &weights.replace("\"weight\": 0", "\"loss_weight\": 1.0")).is_ok());
     assert!(
         trained_on(CHATML, &weights.replace(": 1}", ": 0}")).unwrap_err().contains("no token to train on")
     );
@@ -516,5 +523,36 @@ fn derived_masks_equal_those_of_generation_blocks() {
         messages.push(serde_json::json!({"role": "assistant", "content": random.text()}));
         let row = serde_json::json!({ "messages": messages }).to_string();
         assert_eq!(encode(&derived, &row).unwrap(), encode(&marked, &row).unwrap(), "{row}");
+    }
+}
+
+#[test]
+fn parts_of_a_row_that_would_be_lost_are_refused() {
+    let row = |more: &str, of_answer: &str| {
+        let answer = format!(r#"{{"role": "assistant", "content": "b"{of_answer}}}"#);
+        format!(r#"{{"messages": [{{"role": "user", "content": "a"}}, {answer}]{more}}}"#)
+    };
+    for (row, expected) in [
+        (row(r#", "images": ["a.png"]"#, ""), "`images` is not read"),
+        (row(r#", "functions": [{"name": "f"}]"#, ""), "write them as `tools`"),
+        (row("", r#", "audio": {"id": "1"}"#), "`messages[1].audio` is not read"),
+        (row("", r#", "function_call": {"name": "f"}"#), "write it as `tool_calls`"),
+        (
+            r#"{"image": "a.jpg", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}"#
+                .into(),
+            "`image` is not read",
+        ),
+        (r#"{"prompt": "a", "completion": "b", "label": false}"#.into(), "`label` is false"),
+        (r#"{"messages": null}"#.into(), "no field of the row has a value"),
+    ] {
+        let error = trained_on(CHATML, &row).unwrap_err();
+        assert!(error.contains(expected), "{row}: {error}");
+    }
+    for row in [
+        row(r#", "images": [], "functions": null, "label": false"#, r#", "audio": null"#),
+        r#"{"prompt": "a", "completion": "b", "label": true}"#.into(),
+        r#"{"text": "a", "image": "https://a"}"#.into(),
+    ] {
+        assert!(trained_on(CHATML, &row).is_ok(), "{row}");
     }
 }

@@ -314,3 +314,28 @@ fn rows_of_parquet_files_are_chats() {
     let error = incomplete.run().unwrap_err().to_string();
     assert!(error.contains("a.parquet:2: `messages[1]` has no `content`"), "{error}");
 }
+
+#[test]
+fn images_beside_chats_in_parquet_files_are_refused() {
+    let schema = "message schema { optional binary prompt (UTF8); optional binary completion (UTF8);
+        optional binary image; }";
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let mut out = Vec::new();
+    let mut writer = SerializedFileWriter::new(&mut out, schema, Arc::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    for values in [&[&b"a"[..], b"c"][..], &[b" b", b" d"], &[b"\xff\xd8"]] {
+        let mut column = group.next_column().unwrap().unwrap();
+        let bytes: Vec<ByteArray> = values.iter().map(|value| value.to_vec().into()).collect();
+        let definitions: Vec<i16> = (0..2).map(|row| i16::from(row + values.len() >= 2)).collect();
+        column.typed::<ByteArrayType>().write_batch(&bytes, Some(&definitions), None).unwrap();
+        column.close().unwrap();
+    }
+    group.close().unwrap();
+    writer.close().unwrap();
+    let mut prepared = Prepared::new("a.parquet", out);
+    prepared.options.tokenizer = Tokenizer::gpt2();
+    let error = prepared.run().unwrap_err().to_string();
+    assert!(error.contains("a.parquet:2: `image` is not read"), "{error}");
+    prepared.options.on_error = OnError::Skip;
+    assert_eq!(prepared.run().unwrap().0.skipped, 1);
+}

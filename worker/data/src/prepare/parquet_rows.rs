@@ -15,12 +15,18 @@ use serde_json::Value;
 
 use super::rows::{column_index, lines, quote};
 
-/// Returns the rows of a file as objects with those of its columns that have one of these names.
-pub(super) fn objects(path: &Path, columns: &[&str], read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
+/// Returns the rows of a file as objects with those of its columns that have one of these names. Columns of `media` are
+/// `true` where they have a value, which may be large and not text.
+pub(super) fn objects(
+    path: &Path,
+    columns: &[&str],
+    media: &'static [&str],
+    read: &Arc<AtomicU64>,
+) -> io::Result<Box<dyn Read>> {
     let select = |fields: &[TypePtr]| {
-        let wanted = fields.iter().filter(|field| columns.contains(&field.name()));
-        let wanted: Vec<TypePtr> = wanted.cloned().collect();
-        if wanted.is_empty() {
+        let wanted = |field: &&TypePtr| columns.contains(&field.name()) || media.contains(&field.name());
+        let wanted: Vec<TypePtr> = fields.iter().filter(wanted).cloned().collect();
+        if !wanted.iter().any(|field| columns.contains(&field.name())) {
             let names = fields.iter().take(20).map(|field| format!("`{}`", field.name().escape_debug()));
             let missing = format!(
                 "there is no column of chats, only {}; expected `messages`, `prompt` and `completion`, or `text`",
@@ -30,7 +36,22 @@ pub(super) fn objects(path: &Path, columns: &[&str], read: &Arc<AtomicU64>) -> i
         }
         Ok(wanted)
     };
-    rows(path, select, read, |row, line| object(row.get_column_iter(), line))
+    rows(path, select, read, |row, line| {
+        let fields = row.get_column_iter().map(|(name, field)| {
+            let is_media = media.contains(&name.as_str());
+            (name, if is_media && has_value(field) { &Field::Bool(true) } else { field })
+        });
+        object(fields, line)
+    })
+}
+
+fn has_value(field: &Field) -> bool {
+    match field {
+        Field::Null => false,
+        Field::ListInternal(list) => list.elements().iter().any(has_value),
+        Field::Str(text) => !text.is_empty(),
+        _ => true,
+    }
 }
 
 /// Returns a column of strings.

@@ -14,7 +14,7 @@ use super::kind::{self, Kind};
 use super::source::Source;
 use super::write::Writer;
 use super::{Documents, Event, OnError, Options, PrepareError, Progress, parquet_rows, rows};
-use crate::chat::{CHAT_COLUMNS, ChatEncoder};
+use crate::chat::{CHAT_COLUMNS, ChatEncoder, MEDIA};
 
 /// Maximum bytes of blocks that are read but not yet written. Together with their ids, which take up to 4 times as
 /// much, this bounds the memory of a preparation.
@@ -175,9 +175,8 @@ impl Reader<'_> {
             (Kind::Separated { delimiter }, _) => {
                 source.into_rows("CSV", |text, _| rows::separated(text, delimiter, column))?
             }
-            (Kind::Parquet, Input::File(path)) if path.is_file() && chats => {
-                source.into_rows("Parquet", |_, read| parquet_rows::objects(path, CHAT_COLUMNS, read))?
-            }
+            (Kind::Parquet, Input::File(path)) if path.is_file() && chats => source
+                .into_rows("Parquet", |_, read| parquet_rows::objects(path, CHAT_COLUMNS, MEDIA, read))?,
             (Kind::Parquet, Input::File(path)) if path.is_file() => {
                 source.into_rows("Parquet", |_, read| parquet_rows::column(path, column, read))?
             }
