@@ -149,9 +149,10 @@ impl Settings {
 /// Returns the keys of `generation_config.json` that would change the texts of `transformers`, but not those here.
 fn without_effect(config: &Map<String, Value>) -> Vec<&'static str> {
     // Each with the number that asks for nothing; `null` does as well, and lists that are empty.
-    const IGNORED_SETTINGS: [(&str, f64); 15] = [
+    const IGNORED_SETTINGS: [(&str, f64); 18] = [
         ("bad_words_ids", 0.0),
         ("begin_suppress_tokens", 0.0),
+        ("dola_layers", 0.0),
         ("encoder_no_repeat_ngram_size", 0.0),
         ("exponential_decay_length_penalty", 0.0),
         ("forced_bos_token_id", -1.0),
@@ -161,10 +162,12 @@ fn without_effect(config: &Map<String, Value>) -> Vec<&'static str> {
         ("min_new_tokens", 0.0),
         ("no_repeat_ngram_size", 0.0),
         ("num_beams", 1.0),
+        ("penalty_alpha", 0.0),
         ("repetition_penalty", 1.0),
         ("sequence_bias", 0.0),
         ("stop_strings", 0.0),
         ("suppress_tokens", 0.0),
+        ("watermarking_config", 0.0),
     ];
     const IGNORED_SAMPLING_SETTINGS: [(&str, f64); 4] =
         [("epsilon_cutoff", 0.0), ("eta_cutoff", 0.0), ("min_p", 0.0), ("typical_p", 1.0)];
@@ -215,6 +218,10 @@ mod tests {
         assert_eq!(
             found(json!({"stop_strings": "a", "suppress_tokens": [1]})),
             ["stop_strings", "suppress_tokens"]
+        );
+        assert_eq!(
+            found(json!({"dola_layers": "high", "penalty_alpha": 0.6, "watermarking_config": {"bias": 2}})),
+            ["dola_layers", "penalty_alpha", "watermarking_config"]
         );
         assert_eq!(found(json!({"do_sample": true, "min_p": 0.1})), ["min_p"]);
         assert_eq!(found(json!({"do_sample": false, "min_p": 0.1})), [""; 0]);
