@@ -80,7 +80,7 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
             .into());
     }
     if let Some(list) = field("messages") {
-        return chat(with_system(messages(&list, "messages")?, field("system"))?, tools, 0);
+        return chat(with_system(trained(&list, "messages")?, field("system"))?, tools, 0);
     }
     if let Some(list) = field("conversations") {
         return chat(with_system(conversations(&list)?, field("system"))?, tools, 0);
@@ -180,7 +180,7 @@ fn pair(prompt: &Value, completion: &Value, tools: Value) -> Result<Row, String>
         }
         (None, None) => {
             let mut all = messages(prompt, "prompt")?;
-            let (count, answer) = (all.len(), messages(completion, "completion")?);
+            let (count, answer) = (all.len(), trained(completion, "completion")?);
             if answer.is_empty() {
                 return Err("`completion` is empty".into());
             }
@@ -250,6 +250,15 @@ fn other_weight(at: &str, key: &str, value: &Value) -> String {
     )
 }
 
+/// Checks messages to train on.
+fn trained(list: &Value, name: &str) -> Result<Vec<Value>, String> {
+    let messages = messages(list, name)?;
+    for (index, message) in messages.iter().enumerate().filter(|(_, message)| has_role(message, ASSISTANT)) {
+        check_other_weights(message, &format!("{name}[{index}]"))?;
+    }
+    Ok(messages)
+}
+
 /// Checks messages. Keys without a value are left out, as `transformers` does.
 pub(crate) fn messages(list: &Value, name: &str) -> Result<Vec<Value>, String> {
     if list.kind() != ValueKind::Seq {
@@ -278,9 +287,6 @@ fn message(message: &Value, at: &str) -> Result<Value, String> {
             return Err(format!("`{at}` has `from` and `value`; expected `role` and `content`"));
         }
         None => return Err(format!("`{at}` has no `role`")),
-    }
-    if has_role(message, ASSISTANT) {
-        check_other_weights(message, at)?;
     }
     check_media(message, &format!("{at}."))?;
     if has("function_call").is_some() {
@@ -345,7 +351,7 @@ fn conversations(list: &Value) -> Result<Vec<Value>, String> {
     let first = list.get_item_by_index(0).ok();
     let sharegpt = first.is_some_and(|first| first.get_attr("from").is_ok_and(|from| !from.is_undefined()));
     if !sharegpt {
-        return messages(list, "conversations");
+        return trained(list, "conversations");
     }
     let mut converted = Vec::new();
     for (index, message) in list.try_iter().map_err(|error| error.to_string())?.enumerate() {

@@ -285,6 +285,14 @@ mod tests {
     }
 
     #[test]
+    fn keys_of_the_loss_do_not_matter_to_a_prompt() {
+        let messages =
+            serde_json::from_str(r#"[{"role": "assistant", "content": "a", "train": false}]"#).unwrap();
+        let template = Template::new("{{ messages[0].content }}", tokens()).unwrap();
+        assert_eq!(template.render_prompt(&messages).unwrap(), "a");
+    }
+
+    #[test]
     fn errors_name_the_line_of_the_template() {
         let messages = json!([{"role": "user", "content": "Hi"}]);
         let error = |template: &str| rendered(template, &messages).unwrap_err();
