@@ -69,6 +69,10 @@ pub(super) async fn open(mut command: Command, description: &[u8], build: &str) 
         }
     };
     match answer {
+        // Before it goes to the background, ssh neither sends nor receives data for the command.
+        Ok(Answer::Ready) if matches!(child.try_wait(), Ok(Some(status)) if status.success()) => {
+            Err(Failure::Background)
+        }
         Ok(Answer::Ready) => Ok(Ready { child, input, stdout, stderr, early_stderr }),
         Ok(Answer::OtherBuild(other)) => Err(Failure::OtherBuild(other)),
         Ok(Answer::Ended { greeted, printed }) => {
@@ -157,10 +161,19 @@ mod tests {
     #[tokio::test]
     async fn greeting_may_follow_an_unfinished_line_of_a_login_script() {
         let mut client = Command::new("sh");
-        let script = format!("printf 'Welcome\\n\\033]0;title\\007'; echo '{GREETING}BUILD'; echo {READY}");
+        let script =
+            format!("printf 'Welcome\\n\\033]0;title\\007'; echo '{GREETING}BUILD'; echo {READY}; cat");
         client.arg("-c").arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let opened = open(client, b"", "BUILD").await;
         assert!(opened.is_ok(), "{opened:?}");
+    }
+
+    #[tokio::test]
+    async fn client_in_the_background_is_refused() {
+        let mut client = Command::new("sh");
+        let script = format!("(sleep 0.2; echo '{GREETING}BUILD'; echo {READY}; sleep 1) & exit 0");
+        client.arg("-c").arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        assert_eq!(open(client, b"", "BUILD").await.map(drop), Err(Failure::Background));
     }
 
     #[tokio::test]

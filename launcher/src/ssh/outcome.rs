@@ -24,6 +24,8 @@ const SHOWN_LINES: usize = 3;
 pub(super) enum Failure {
     /// The ssh client could not be started.
     NoClient(String),
+    /// The ssh client has gone to the background, so the exit code of the host would be lost.
+    Background,
     /// ssh, or the host, ended before the host was ready.
     Ended { status: Option<i32>, greeted: bool, stderr: String },
     /// The host has a different build of xlaunch.
@@ -64,6 +66,7 @@ impl Failure {
         match self {
             Self::Ended { stderr, .. } | Self::Silent { stderr, .. } => or_silent(stderr),
             Self::NoClient(error) => escape(error),
+            Self::Background => "ssh has gone to the background".into(),
             Self::OtherBuild(other) => escape(other),
         }
     }
@@ -98,6 +101,9 @@ fn message(host: &str, failure: &Failure, context: Context<'_>) -> String {
         Failure::NoClient(error) => {
             let client = context.ssh.first().map_or("ssh", String::as_str);
             format!("failed to run `{client}`: {error}")
+        }
+        Failure::Background => {
+            format!("ssh to `{host}` has gone to the background: its exit code would be lost")
         }
         Failure::Ended { status: Some(status), greeted: false, stderr } if NOT_STARTED.contains(status) => {
             format!("`{host}` cannot run `{program}`: {}", or_silent(stderr))
@@ -135,6 +141,17 @@ fn exit(failure: &Failure) -> ExitCode {
 fn help(host: &str, failure: &Failure, context: Context<'_>) -> String {
     match failure {
         Failure::NoClient(_) => "give another ssh client with --ssh".into(),
+        Failure::Background => {
+            let client = context.ssh.first().map_or("ssh", String::as_str);
+            format!("give `--ssh '{client} -o ForkAfterAuthentication=no'`, and no `-f`")
+        }
+        // A host's `RemoteCommand` in ssh's configuration, such as one that opens tmux.
+        Failure::Ended { stderr, .. }
+            if stderr.contains("Cannot execute command-line and remote command") =>
+        {
+            let client = context.ssh.first().map_or("ssh", String::as_str);
+            format!("give `--ssh '{client} -o RemoteCommand=none'`")
+        }
         Failure::Silent { .. } | Failure::Ended { status: Some(SSH_FAILED) | None, .. } => {
             format!("this must work without a prompt: `{} {host} true`", context.ssh.join(" "))
         }
@@ -289,6 +306,13 @@ mod tests {
         let (code, message) = refused(&[("b", Failure::NoClient("No such file".into()))]);
         let expected = "failed to run `ssh`: No such file\nhelp: give another ssh client with --ssh";
         assert_eq!((code, message.as_str()), (2, expected));
+        let (code, message) = refused(&[("b", Failure::Background)]);
+        let expected = "ssh to `b` has gone to the background: its exit code would be lost\n\
+            help: give `--ssh 'ssh -o ForkAfterAuthentication=no'`, and no `-f`";
+        assert_eq!((code, message.as_str()), (2, expected));
+        let stderr = "Cannot execute command-line and remote command.\r\n";
+        let (_, message) = refused(&[("b", ended(Some(255), false, stderr))]);
+        assert!(message.ends_with("help: give `--ssh 'ssh -o RemoteCommand=none'`"), "{message}");
         let (_, message) = refused(&[("b", ended(None, false, ""))]);
         assert!(message.starts_with("ssh to `b` failed: it printed no reason"), "{message}");
     }
