@@ -6,6 +6,8 @@ use xlaunch_data::{BYTE_ORDER_MARK, chat};
 
 /// Keys that rows of training data may have beside `messages`. Ignoring one would change the text.
 const IGNORED: [&str; 3] = ["system", "tools", "chat_template_kwargs"];
+/// Parameters of requests in OpenAI's form, which are options here and the same for all prompts.
+const OPTIONS: [&str; 7] = ["max_tokens", "n", "seed", "stop", "temperature", "top_k", "top_p"];
 
 /// A prompt: one line of the file.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -42,18 +44,27 @@ pub(super) fn parse(name: &str, text: &[u8], chat: bool) -> Result<Vec<Prompt>, 
         };
         let value: Value = serde_json::from_slice(line).map_err(json)?;
         let has = |key: &str| value.get(key).is_some();
+        let is_set = |key: &&str| value.get(key).is_some_and(|value| !value.is_null());
+        if let Some(key) = OPTIONS.iter().find(|key| is_set(key)) {
+            return Err(format!(
+                "{name}:{number}: `{key}` is not supported for single prompts: use the options of the command"
+            ));
+        }
         match (has("prompt"), has("messages")) {
-            (true, false) => {}
-            (false, true) if chat && value["messages"].is_array() => {
-                let ignored =
-                    IGNORED.into_iter().find(|key| value.get(key).is_some_and(|value| !value.is_null()));
-                if let Some(key) = ignored {
-                    let advice = if key == "system" { ": make it the first message" } else { "" };
+            (is_text, is_chat) if is_text != is_chat && chat && (is_text || value["messages"].is_array()) => {
+                if let Some(key) = IGNORED.iter().find(|key| is_set(key)) {
+                    let advice = match (*key, is_text) {
+                        ("system", false) => ": make it the first message",
+                        ("system", true) => ": write a list of `messages`",
+                        _ => "",
+                    };
+                    let beside = if is_text { "prompt" } else { "messages" };
                     return Err(format!(
-                        "{name}:{number}: `{key}` is not supported beside `messages`{advice}"
+                        "{name}:{number}: `{key}` is not supported beside `{beside}`{advice}"
                     ));
                 }
             }
+            (true, false) => {}
             (false, true) if chat => return Err(failed("`messages` is not a list")),
             (false, true) => return Err(failed("`messages` is a chat: use --chat")),
             (true, true) => return Err(failed("it has both `prompt` and `messages`")),
@@ -90,6 +101,8 @@ mod tests {
         assert!(error(b"{\"prompt\": 3}").starts_with("in.jsonl:1: invalid type"));
         assert!(error(b"{\"prompt\": \"\xff\"}").starts_with("in.jsonl:1: "));
         assert!(error(b"{\"prompt\": \"a\", \"id\": {}}").contains("neither a string"));
+        let setting = error(b"{\"prompt\": \"a\", \"seed\": null, \"temperature\": 0}");
+        assert!(setting.contains("`temperature` is not supported for single prompts"), "{setting}");
         assert!(error(b"\n\n").contains("no prompt"));
     }
 
@@ -104,6 +117,9 @@ mod tests {
         assert!(parse("p", text, false).unwrap_err().contains("use --chat"));
         let system = parse("p", b"{\"messages\": [], \"tools\": null, \"system\": \"a\"}", true).unwrap_err();
         assert_eq!(system, "p:1: `system` is not supported beside `messages`: make it the first message");
+        let system = parse("p", b"{\"prompt\": \"a\", \"system\": \"b\"}", true).unwrap_err();
+        assert_eq!(system, "p:1: `system` is not supported beside `prompt`: write a list of `messages`");
+        assert!(parse("p", b"{\"prompt\": \"a\", \"system\": \"b\"}", false).is_ok());
         assert!(parse("p", b"{\"messages\": [], \"tools\": null}", true).is_ok());
         assert!(parse("p", b"{\"messages\": 3}", true).unwrap_err().contains("not a list"));
         assert!(parse("p", b"{\"messages\": [], \"prompt\": \"\"}", true).unwrap_err().contains("both"));
