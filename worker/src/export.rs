@@ -68,7 +68,7 @@ pub struct Exported {
     pub bytes: u64,
     /// Name of the tokenizer; `None` if it is unknown.
     pub tokenizer: Option<String>,
-    /// Messages for the user about newer checkpoints that are damaged.
+    /// Messages for the user, such as about newer checkpoints that are damaged.
     pub notes: Vec<String>,
 }
 
@@ -123,7 +123,14 @@ pub(crate) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
         write_file(&destination.path().join(name), &contents)?;
     }
     let output = destination.commit()?;
-    let notes = rejected.iter().map(|(_, error)| error.to_string()).collect();
+    let mut notes: Vec<String> = rejected.iter().map(|(_, error)| error.to_string()).collect();
+    if tokenizer.as_ref().is_some_and(|tokenizer| card::is_replaced(family, tokenizer)) {
+        notes.push(
+            "`AutoTokenizer` of transformers 5 takes the pre-tokenizer of Qwen2 for all models of type `qwen2`, and \
+             gives other ids than the tokenizer of this model; load it with `PreTrainedTokenizerFast`"
+                .into(),
+        );
+    }
     let tokenizer = tokenizer.map(|tokenizer| tokenizer.name().to_owned());
     Ok(Exported { checkpoint: path, step: state.step, output, bytes, tokenizer, notes })
 }

@@ -30,7 +30,7 @@ pub use prepare::{
     Bos, ChatOptions, Documents, Event, Invalid, MAX_THREADS, OnError, Options, PrepareError, Progress,
     frame, prepare,
 };
-pub use tokenizer::{Decoder, Tokenizer, TokenizerError, token_text};
+pub use tokenizer::{Decoder, QWEN2_CLASS, Tokenizer, TokenizerError, token_text};
 
 /// Name of the file with the tokenizer in a prepared directory, a checkpoint and an export.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";

@@ -1,7 +1,7 @@
 //! The small files of an export: configuration files, tokenizer, and model card. Pure.
 
 use serde_json::{Value, json};
-use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
+use xlaunch_data::{QWEN2_CLASS, TOKENIZER_FILE, Tokenizer};
 use xlaunch_spec::model::ModelShape;
 
 use super::ModelError;
@@ -81,6 +81,11 @@ pub(crate) fn inherited(state: &State, tokenizer: Option<&Tokenizer>) -> Inherit
     Inherited { config, ..Inherited::default() }
 }
 
+/// Returns whether `AutoTokenizer` of `transformers` 5 would give other ids: it does not read the class of the files.
+pub(crate) fn is_replaced(family: &Family, tokenizer: &Tokenizer) -> bool {
+    family.model_type == "qwen2" && tokenizer.is_changed_by(QWEN2_CLASS)
+}
+
 fn text(json: &Value) -> Vec<u8> {
     format!("{json:#}\n").into_bytes()
 }
@@ -123,6 +128,8 @@ fn model_card(
     let tokens = u128::from(state.sequences) * shape.seq as u128;
     let loss = state.val_loss.map_or("not measured".into(), |loss| format!("{loss:.4}"));
     let head = if shape.tied { "tied to the embedding" } else { "of its own" };
+    let is_replaced = tokenizer.is_some_and(|tokenizer| is_replaced(family, tokenizer));
+    let class = if is_replaced { TOKENIZER_CLASS } else { "AutoTokenizer" };
     let tokenizer = tokenizer.map_or("none", Tokenizer::name);
     let feed_forward = if shape.experts > 0 {
         let (experts, width, chosen) = (shape.experts, shape.expert_width(), shape.experts_per_token);
@@ -159,9 +166,9 @@ fn model_card(
     format!(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- xlaunch\n- {tag}\n---\n\n\
          # A {arch} model trained with xlaunch\n\n| | |\n| --- | --- |\n{rows}\n```python\n\
-         from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+         from transformers import AutoModelForCausalLM, {class}\n\n\
          model = AutoModelForCausalLM.from_pretrained(\"PATH\")\n\
-         tokenizer = AutoTokenizer.from_pretrained(\"PATH\")\n```\n"
+         tokenizer = {class}.from_pretrained(\"PATH\")\n```\n"
     )
 }
 

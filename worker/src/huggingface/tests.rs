@@ -198,6 +198,18 @@ fn model_keys_that_are_not_set_come_from_the_weights_and_others_must_agree() {
     }
 }
 
+#[test]
+fn export_says_which_class_gives_the_ids_of_its_tokenizer() {
+    for (arch, class) in [(Arch::Qwen2, "PreTrainedTokenizerFast"), (Arch::Llama, "AutoTokenizer")] {
+        let dir = tempfile::tempdir().unwrap();
+        let (saved, _) = checkpoint(&dir.path().join("a"), &arch.base());
+        let Exported { output, notes, .. } = export(&options(&saved, &dir.path().join("out"))).unwrap();
+        assert_eq!(notes.iter().any(|note| note.contains(class)), arch == Arch::Qwen2, "{notes:?}");
+        let card = fs::read_to_string(output.join("README.md")).unwrap();
+        assert!(card.contains(&format!("tokenizer = {class}.from_pretrained")), "{card}");
+    }
+}
+
 /// Files of these families have no number for "no block".
 #[test]
 fn distances_beyond_the_last_block_agree_with_0() {

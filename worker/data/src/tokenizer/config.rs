@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::TokenizerError;
+use super::{TokenizerError, classes};
 
 /// Size limit of these files. Chat templates have up to 100 KB.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -68,6 +68,14 @@ impl Files {
             declared.bos = declared.bos.or_else(|| id("bos_token_id"));
         }
         declared
+    }
+
+    /// Returns the class that replaces parts of the tokenizer in Python's `transformers`.
+    pub(super) fn class(&self) -> Option<&'static str> {
+        let [_, model] = &self.model;
+        let declared = self.config.get("tokenizer_class").or_else(|| model.get("tokenizer_class"));
+        let model_type = model.get("model_type").and_then(Value::as_str);
+        classes::loaded(declared.and_then(Value::as_str), model_type)
     }
 
     /// Returns the added tokens that these files declare.

@@ -1,6 +1,7 @@
 //! Converts text to token ids and back: bytes, GPT-2's BPE, or the BPE of a `tokenizer.json`.
 //!
 //! - `file` checks a `tokenizer.json` and opens it; `config` reads the files next to it;
+//! - `classes` knows which classes of Python's `transformers` replace parts of a file;
 //! - `exact` encodes as Python's `tokenizers` does, `fast` does so for files of common kinds with the same ids;
 //! - `template` handles the prefix that a file writes before a text;
 //! - `gpt2` writes the `tokenizer.json` of GPT-2 from its ranks, so GPT-2 is encoded by the same code as files;
@@ -10,6 +11,7 @@
 //! Special tokens within documents are text: only the caller adds ids such as that of `<|endoftext|>`. Within prompts
 //! they become ids.
 
+mod classes;
 mod config;
 pub(crate) mod cuts;
 mod decoder;
@@ -25,6 +27,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
+pub use classes::QWEN2_CLASS;
 use config::{AddedToken, Declared};
 pub(crate) use config::{Files, named_tokens};
 pub use config::{special_token, token_text};
@@ -53,6 +56,8 @@ static BYTES: LazyLock<Tokenizer> = LazyLock::new(Tokenizer::open_bytes);
 pub struct Tokenizer {
     inner: Arc<Inner>,
     end_of_text: Option<u32>,
+    /// The class that replaces parts of the file for its directory.
+    class: Option<&'static str>,
 }
 
 struct Inner {
@@ -159,6 +164,7 @@ impl Tokenizer {
         }
         let files = Files::read(dir)?;
         Self::named(&name, &json, &files.added_tokens(), &|added| files.ids(added))
+            .map(|tokenizer| Self { class: files.class(), ..tokenizer })
             .map_err(|reason| TokenizerError::Format { name: path.display().to_string(), reason })
     }
 
@@ -402,7 +408,7 @@ impl Tokenizer {
         let Declared { eos, bos } = declared(&added);
         let encoder = Some(Encoder { fast, exact, cuts, long: OnceLock::new() });
         let inner = Inner { name: name.into(), tokens, added, prefix, declared_bos: bos, json, encoder };
-        Ok(Self { inner: Arc::new(inner), end_of_text: eos.or(end_of_text) })
+        Ok(Self { inner: Arc::new(inner), end_of_text: eos.or(end_of_text), class: None })
     }
 
     fn open_bytes() -> Self {
@@ -418,7 +424,7 @@ impl Tokenizer {
             json: gpt2::bytes_json(),
             encoder: None,
         };
-        Self { inner: Arc::new(inner), end_of_text: None }
+        Self { inner: Arc::new(inner), end_of_text: None, class: None }
     }
 
     #[expect(clippy::panic, reason = "the ranks are part of the program, and a test reads them")]

@@ -1,0 +1,129 @@
+//! Classes of Python's `transformers` 5 that replace the normalizer and the pre-tokenizer of a `tokenizer.json`. Pure.
+
+use serde_json::{Map, Value, json};
+
+use super::Tokenizer;
+
+/// The class for models of the type `qwen2`, whatever their files name.
+pub const QWEN2_CLASS: &str = "Qwen2Tokenizer";
+
+/// Types of models whose tokenizers are read from the file alone, whatever class they name.
+const FILE_ONLY: [&str; 8] =
+    ["mistral", "mixtral", "olmo2", "olmo3", "phi3", "stablelm", "granite", "glm4_moe"];
+/// Splits texts in Qwen2's class.
+const QWEN2_REGEX: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}",
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+);
+
+impl Tokenizer {
+    /// Returns the class that `AutoTokenizer` of `transformers` 5 loads this tokenizer as, if that gives other ids.
+    pub fn replaced_by(&self) -> Option<&'static str> {
+        self.class.filter(|class| self.is_changed_by(class))
+    }
+
+    /// Returns whether this class replaces parts of the tokenizer by others.
+    pub fn is_changed_by(&self, class: &str) -> bool {
+        serde_json::from_str(&self.inner.json).is_ok_and(|file| changes(class, &file))
+    }
+}
+
+/// Returns the class that `AutoTokenizer` takes for a model of this type whose files name `declared`; `None` if it
+/// takes everything from the `tokenizer.json`.
+pub(super) fn loaded(declared: Option<&str>, model_type: Option<&str>) -> Option<&'static str> {
+    let declared = declared.map(|name| name.strip_suffix("Fast").unwrap_or(name));
+    match (model_type, declared) {
+        (Some("qwen2"), _) => Some(QWEN2_CLASS),
+        (Some(model), _) if FILE_ONLY.contains(&model) => None,
+        (_, Some(name)) => [QWEN2_CLASS, "GPT2Tokenizer", "CodeGenTokenizer", "GPTNeoXTokenizer"]
+            .into_iter()
+            .find(|class| *class == name),
+        (Some("qwen3" | "qwen2_moe" | "qwen3_moe"), None) => Some(QWEN2_CLASS),
+        (Some("gpt2" | "phi" | "starcoder2"), None) => Some("GPT2Tokenizer"),
+        (Some("gpt_neox" | "olmoe"), None) => Some("GPTNeoXTokenizer"),
+        _ => None,
+    }
+}
+
+/// Returns whether this class replaces parts of the file by others.
+fn changes(class: &str, file: &Map<String, Value>) -> bool {
+    let byte_level = |use_regex| {
+        json!({
+            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex
+        })
+    };
+    let split =
+        json!({"type": "Split", "pattern": {"Regex": QWEN2_REGEX}, "behavior": "Isolated", "invert": false});
+    let nfc = json!({"type": "NFC"});
+    let (normalizer, pre_tokenizer) = match class {
+        QWEN2_CLASS => (nfc, json!({"type": "Sequence", "pretokenizers": [split, byte_level(false)]})),
+        "GPTNeoXTokenizer" => (nfc, byte_level(true)),
+        _ => (Value::Null, byte_level(true)),
+    };
+    let part = |name: &str| comparable(file.get(name).unwrap_or(&Value::Null));
+    part("normalizer") != normalizer || part("pre_tokenizer") != comparable(&pre_tokenizer)
+}
+
+/// Returns a part of a file with one form for what has several: sequences, and settings that may be left out.
+fn comparable(part: &Value) -> Value {
+    let mut part = part.clone();
+    for list in ["normalizers", "pretokenizers"] {
+        match part.get(list).and_then(Value::as_array).map(Vec::as_slice) {
+            Some([]) => return Value::Null,
+            Some([only]) => return comparable(only),
+            Some(parts) => part[list] = parts.iter().map(comparable).collect(),
+            None => {}
+        }
+    }
+    if part["type"] == "ByteLevel" {
+        // This one changes no ids.
+        part["trim_offsets"] = true.into();
+        part["use_regex"] = part.get("use_regex").cloned().unwrap_or(true.into());
+    }
+    part
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_that_replace_parts_of_a_file_are_found() {
+        assert_eq!(loaded(Some("GPT2TokenizerFast"), Some("llama")), Some("GPT2Tokenizer"));
+        assert_eq!(loaded(Some("PreTrainedTokenizerFast"), Some("qwen3")), None);
+        assert_eq!(loaded(Some("PreTrainedTokenizerFast"), Some("qwen2")), Some(QWEN2_CLASS));
+        assert_eq!(loaded(None, Some("qwen3")), Some(QWEN2_CLASS));
+        assert_eq!(loaded(Some("GPT2Tokenizer"), Some("olmo2")), None);
+        let file = |pre_tokenizer: Value| {
+            Map::from_iter([("normalizer".into(), Value::Null), ("pre_tokenizer".into(), pre_tokenizer)])
+        };
+        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false});
+        let digits = json!({"type": "Digits", "individual_digits": true});
+        let sequence = |parts: &[&Value]| json!({"type": "Sequence", "pretokenizers": parts});
+        assert!(!changes("GPT2Tokenizer", &file(byte_level.clone())));
+        assert!(!changes("GPT2Tokenizer", &file(sequence(&[&byte_level]))));
+        assert!(changes("GPT2Tokenizer", &file(sequence(&[&digits, &byte_level]))));
+        assert!(changes("GPTNeoXTokenizer", &file(byte_level.clone())));
+        assert!(changes(QWEN2_CLASS, &file(byte_level)));
+        let qwen2 = json!({"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": QWEN2_REGEX}, "behavior": "Isolated", "invert": false},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+        ]}});
+        assert!(!changes(QWEN2_CLASS, qwen2.as_object().unwrap()));
+    }
+    #[test]
+    fn files_beside_a_tokenizer_name_its_class() {
+        let dir = tempfile::tempdir().unwrap();
+        let write =
+            |name: &str, json: &Value| fs_err::write(dir.path().join(name), json.to_string()).unwrap();
+        fs_err::write(dir.path().join("tokenizer.json"), Tokenizer::bytes().to_json()).unwrap();
+        let class = || Tokenizer::from_file(&dir.path().join("tokenizer.json")).unwrap().replaced_by();
+        assert_eq!(class(), None);
+        write("tokenizer_config.json", &json!({"tokenizer_class": "Qwen2TokenizerFast"}));
+        assert_eq!(class(), Some(QWEN2_CLASS));
+        write("tokenizer_config.json", &json!({"tokenizer_class": "PreTrainedTokenizerFast"}));
+        assert_eq!(class(), None);
+        write("config.json", &json!({"model_type": "qwen2"}));
+        assert_eq!(class(), Some(QWEN2_CLASS));
+    }
+}
