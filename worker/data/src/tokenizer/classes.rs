@@ -8,8 +8,20 @@ use super::Tokenizer;
 pub const QWEN2_CLASS: &str = "Qwen2Tokenizer";
 
 /// Types of models whose tokenizers are read from the file alone, whatever class they name.
-const FILE_ONLY: [&str; 8] =
-    ["mistral", "mixtral", "olmo2", "olmo3", "phi3", "stablelm", "granite", "glm4_moe"];
+const FILE_ONLY: [&str; 12] = [
+    "ernie4_5",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "granite",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "stablelm",
+];
 /// Splits texts in Qwen2's class.
 const QWEN2_REGEX: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}",
@@ -94,6 +106,8 @@ mod tests {
         assert_eq!(loaded(Some("PreTrainedTokenizerFast"), Some("qwen2")), Some(QWEN2_CLASS));
         assert_eq!(loaded(None, Some("qwen3")), Some(QWEN2_CLASS));
         assert_eq!(loaded(Some("GPT2Tokenizer"), Some("olmo2")), None);
+        assert_eq!(loaded(Some("GPT2Tokenizer"), Some("ernie4_5")), None);
+        assert_eq!(loaded(Some("GPT2Tokenizer"), Some("exaone4")), Some("GPT2Tokenizer"));
         let file = |pre_tokenizer: Value| {
             Map::from_iter([("normalizer".into(), Value::Null), ("pre_tokenizer".into(), pre_tokenizer)])
         };
@@ -111,6 +125,7 @@ mod tests {
         ]}});
         assert!(!changes(QWEN2_CLASS, qwen2.as_object().unwrap()));
     }
+
     #[test]
     fn files_beside_a_tokenizer_name_its_class() {
         let dir = tempfile::tempdir().unwrap();
