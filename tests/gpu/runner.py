@@ -56,6 +56,13 @@ SIZES = {
                       tied=False, rope_theta=1e6),
     "pythia-160m": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=2048, vocab=50304,
                         tied=False, positions="rotary", parallel="two_norms", activation="gelu", rope_fraction=0.25),
+    "ernie4.5-0.3b": dict(arch="llama", layers=18, heads=16, kv_heads=2, head_dim=128, dim=1024, ffn=3072, seq=2048,
+                          vocab=103424, tied=True, rope_theta=5e5),
+    "exaone4-1.2b": dict(arch="llama", layers=30, heads=32, kv_heads=8, dim=2048, ffn=4096, seq=2048, vocab=102400,
+                         tied=True, norm_place="post", qk_norm="head", rope_theta=1e6),
+    # Eight blocks of Arcee's AFM-4.5B.
+    "arcee-8": dict(arch="llama", layers=8, heads=20, kv_heads=4, dim=2560, ffn=18432, seq=2048, vocab=50257,
+                    tied=False, gated=False, activation="relu2"),
     # Blocks of OLMoE and of Qwen3-30B-A3B, and a small mixture.
     "olmoe-4": dict(arch="llama", layers=4, heads=16, kv_heads=16, dim=2048, ffn=1024, seq=2048, vocab=50304,
                     tied=False, qk_norm="full", experts=64, experts_per_token=8, normalise=False),
@@ -70,6 +77,7 @@ BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "l
            "llama-8b": 2, "heads-80": 8, "heads-96": 16, "heads-256": 8, "wide": 4, "long": 1, "long-4k": 4,
            "smollm-size": 8, "vocab-128k": 16, "qwen3-0.6b": 8, "qwen2.5-0.5b": 8, "smollm2-135m": 16,
            "speedrun-124m": 32, "olmo2-1b": 4, "gemma3-1b": 4, "mistral-8": 4, "pythia-160m": 16,
+           "ernie4.5-0.3b": 8, "exaone4-1.2b": 8, "arcee-8": 4,
            "olmoe-4": 8, "qwen3-moe-4": 8, "experts-16": 32}
 # Models whose parameters are divided among the GPUs, because a whole model with its optimizer does not fit into one.
 DIVIDED = {"llama-8b"}
