@@ -59,6 +59,8 @@ pub fn example_state() -> Value {
         warmup: Some(3),
         val_loss: Some(1.5),
         best: None,
+        end_of_text: Some(0),
+        inherited: None,
         spec: serde_json::to_value(&spec).unwrap_or_default(),
         adapted: None,
     };

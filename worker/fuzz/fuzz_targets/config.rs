@@ -27,7 +27,7 @@ enum Any<'a> {
     Kinds(Vec<bool>),
 }
 
-const TYPES: [&str; 17] = [
+const TYPES: [&str; 24] = [
     "gpt2",
     "llama",
     "mistral",
@@ -45,13 +45,21 @@ const TYPES: [&str; 17] = [
     "starcoder2",
     "granite",
     "gpt_neox",
+    "arcee",
+    "ernie4_5",
+    "exaone4",
+    "glm",
+    "glm4",
+    "ministral",
+    "seed_oss",
 ];
-const KEYS: [&str; 60] = [
+const KEYS: [&str; 63] = [
     "activation_function",
     "add_cross_attention",
     "architectures",
     "attention_bias",
     "attention_multiplier",
+    "attention_out_bias",
     "attn_logit_softcapping",
     "dtype",
     "embedding_multiplier",
@@ -87,6 +95,7 @@ const KEYS: [&str; 60] = [
     "qk_layernorm",
     "quantization_config",
     "query_pre_attn_scalar",
+    "residual_dropout",
     "residual_multiplier",
     "rms_norm_eps",
     "rope_local_base_freq",
