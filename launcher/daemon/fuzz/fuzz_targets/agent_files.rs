@@ -211,7 +211,7 @@ fn printed(job: &Job) {
     let report = job.report.lines().count();
     assert_lines(&text, 14 + report + 2 * ranks);
     assert_lines(&render::jobs::table(std::slice::from_ref(job), NOW, WIDTH), 2);
-    let _ = render::job::json(job).to_string();
+    let _ = json!(job).to_string();
     if let Some(status) = &job.status {
         assert_lines(&render::launch::table(status, NOW, WIDTH), 9 + 2 * ranks);
         let list = [(status.job_name.clone(), Ok(status.clone())), ("b".into(), Err(status.reason.clone()))];
