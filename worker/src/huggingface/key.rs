@@ -205,9 +205,11 @@ fn set_query_scale(shape: &mut ModelShape, scale: f64) {
 /// models.
 fn query_scalar(shape: &ModelShape) -> Value {
     let scalar = shape.score_factor().powi(-2);
-    #[expect(clippy::cast_possible_truncation, reason = "it is small and whole")]
+    #[expect(clippy::cast_possible_truncation, reason = "it is whole, or is not written")]
     let whole = scalar.round() as i64;
-    if nearly_equal(scalar, scalar.round()) { json!(whole) } else { json!(scalar) }
+    #[expect(clippy::cast_precision_loss, reason = "then it is not equal")]
+    let is_whole = nearly_equal(scalar, whole as f64);
+    if is_whole { json!(whole) } else { json!(scalar) }
 }
 
 /// Returns whether two numbers differ by no more than rounding does.

@@ -111,6 +111,9 @@ fn null_head_width_follows_from_the_heads_and_missing_keys_have_the_librarys_val
     assert_eq!(read(&json!({"model_type": "mistral", "sliding_window": null})).unwrap().window, 0);
     let gemma = read(&json!({"model_type": "gemma2"})).unwrap();
     assert_eq!((gemma.attention_softcap, gemma.window_pattern, gemma.query_scale), (50.0, 2, 0.0));
+    // Beyond the whole numbers of 64 bits.
+    let far = read(&json!({"model_type": "gemma2", "query_pre_attn_scalar": 1e20})).unwrap();
+    assert_eq!(family_for(&far).unwrap().arch, Arch::Gemma2);
 }
 
 #[test]
