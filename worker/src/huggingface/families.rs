@@ -112,6 +112,16 @@ const ATTENTION_BIAS: [Key; 2] = [
     Key("attention_bias", Flag(field!(attention_bias), false)),
 ];
 const MLP_BIAS: Key = Key("mlp_bias", Flag(field!(mlp_bias), false));
+
+/// One key for the biases of attention and of feed-forward layers.
+const fn use_bias(default: bool) -> [Key; 3] {
+    [
+        Key("use_bias", Flag(field!(qkv_bias), default)),
+        Key("use_bias", Flag(field!(attention_bias), default)),
+        Key("use_bias", Flag(field!(mlp_bias), default)),
+    ]
+}
+
 const GELU_TANH: &[&str] = &["\"gelu_pytorch_tanh\"", "\"gelu_new\"", "\"gelu\""];
 const CAUSAL: Key = Key("use_bidirectional_attention", Only(&["false"]));
 const NO_QK_LAYERNORM: Key = Key("qk_layernorm", Only(&["false"]));
@@ -173,11 +183,7 @@ pub(super) static FAMILIES: [Family; 30] = [
         model_type: "mistral",
         title: "Mistral",
         class: "MistralForCausalLM",
-        keys: &[
-            &sizes([32000, 4096, 14336, 32, 32, 4096 * 32]),
-            &grouped(8),
-            &[eps("rms_norm_eps", 1e-6), tied(false), ACT],
-        ],
+        keys: MISTRAL_KEYS,
         windows: Windows::All(Some(4096)),
         without_effect: &[],
         divided: false,
@@ -385,14 +391,8 @@ pub(super) static FAMILIES: [Family; 30] = [
         keys: &[
             &sizes([49152, 3072, 12288, 30, 24, 4096]),
             &grouped(2),
-            &[
-                eps("norm_epsilon", 1e-5),
-                tied(true),
-                ACT,
-                Key("use_bias", Flag(field!(qkv_bias), true)),
-                Key("use_bias", Flag(field!(attention_bias), true)),
-                Key("use_bias", Flag(field!(mlp_bias), true)),
-            ],
+            &[eps("norm_epsilon", 1e-5), tied(true), ACT],
+            &use_bias(true),
         ],
         windows: Windows::All(None),
         without_effect: &[
@@ -478,14 +478,8 @@ pub(super) static FAMILIES: [Family; 30] = [
         keys: &[
             &sizes([103_424, 1024, 3072, 18, 16, 131_072]),
             &heads_of_width(2, 128),
-            &[
-                eps("rms_norm_eps", 1e-5),
-                tied(true),
-                ACT,
-                Key("use_bias", Flag(field!(qkv_bias), false)),
-                Key("use_bias", Flag(field!(attention_bias), false)),
-                Key("use_bias", Flag(field!(mlp_bias), false)),
-            ],
+            &[eps("rms_norm_eps", 1e-5), tied(true), ACT],
+            &use_bias(false),
         ],
         rope: Some(Rope { theta: ("rope_theta", 5e5), ..ROPE }),
         without_effect: &[],
@@ -538,11 +532,7 @@ pub(super) static FAMILIES: [Family; 30] = [
         model_type: "ministral",
         title: "Ministral",
         class: "MinistralForCausalLM",
-        keys: &[
-            &sizes([32000, 4096, 14336, 32, 32, 4096 * 32]),
-            &grouped(8),
-            &[eps("rms_norm_eps", 1e-6), tied(false), ACT],
-        ],
+        keys: MISTRAL_KEYS,
         windows: Windows::Listed(4096),
         without_effect: &[],
         divided: false,
@@ -758,6 +748,12 @@ const NORMALISE: Key = Key("norm_topk_prob", Flag(field!(normalise), false));
 const NO_ROUTER_LOGITS: Key = Key("output_router_logits", Only(&["false"]));
 /// Factor of a loss in training, which is a key of `[train]` here.
 const AUX_LOSS: &str = "router_aux_loss_coef";
+
+const MISTRAL_KEYS: &[&[Key]] = &[
+    &sizes([32000, 4096, 14336, 32, 32, 4096 * 32]),
+    &grouped(8),
+    &[eps("rms_norm_eps", 1e-6), tied(false), ACT],
+];
 
 const OLMO_KEYS: &[&[Key]] = &[
     &sizes([50304, 4096, 11008, 32, 32, 2048]),

@@ -21,11 +21,12 @@ pub(super) enum Windows {
     Switched(usize),
     /// Same, with blocks without rotation instead of `max_window_layers`.
     Unrotated,
-    /// By default this window, and this distance of blocks without one; or by `layer_types`.
+    /// All blocks have this window by default, except those whose number is a multiple of the second; or `layer_types`
+    /// says which.
     Pattern(usize, usize),
     /// Same, and if there is a window, blocks without it have no rotation either.
     Rotated(usize, usize),
-    /// By default this window, in all blocks or by `layer_types`.
+    /// All blocks have this window by default, or those that `layer_types` names.
     Listed(usize),
 }
 
