@@ -65,8 +65,7 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
         ValueKind::Map => {}
         kind => return Err(format!("the row is a {kind}; expected an object with `messages`")),
     }
-    let field =
-        |name: &str| value.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none());
+    let field = |name: &str| field(value, name);
     let tools = tools(field("tools"))?;
     if field("functions").is_some_and(|functions| functions.is_true()) {
         return Err("`functions` is not read\nhelp: write them as `tools`".into());
@@ -109,6 +108,11 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
             keys(value)
         )),
     }
+}
+
+/// Returns a field that has a value.
+fn field(value: &Value, name: &str) -> Option<Value> {
+    value.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
 }
 
 /// Returns the names of fields that have a value.
@@ -234,9 +238,8 @@ fn check_other_weights(answer: &Value, at: &str) -> Result<(), String> {
         }
     }
     for key in OTHER_SCALES {
-        let Ok(value) = answer.get_attr(key) else { continue };
-        if !value.is_undefined() && !value.is_none() && value != Value::from(1) && value != Value::from(true)
-        {
+        let value = field(answer, key).filter(|value| ![Value::from(1), Value::from(true)].contains(value));
+        if let Some(value) = value {
             return Err(other_weight(at, key, &value));
         }
     }
