@@ -10,6 +10,7 @@ use std::process::ExitStatus;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 
+use super::wire::NO_INPUT;
 use crate::render::text::escape;
 
 /// ssh's own exit code.
@@ -154,6 +155,10 @@ fn help(host: &str, failure: &Failure, context: Context<'_>) -> String {
         }
         Failure::Silent { .. } | Failure::Ended { status: Some(SSH_FAILED) | None, .. } => {
             format!("this must work without a prompt: `{} {host} true`", context.ssh.join(" "))
+        }
+        Failure::Ended { greeted: true, stderr, .. } if stderr.contains(NO_INPUT) => {
+            let client = context.ssh.first().map_or("ssh", String::as_str);
+            format!("give `--ssh '{client} -o StdinNull=no'`, and no `-n`")
         }
         Failure::Ended { greeted: true, .. } => {
             "all hosts need the same directories under the same paths".into()

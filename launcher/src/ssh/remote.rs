@@ -25,7 +25,7 @@ use xlaunch_proto::env;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 
-use super::wire::{self, Description, GO, GREETING, READY};
+use super::wire::{self, Description, GO, GREETING, NO_INPUT, READY};
 
 /// Turns this process into the launch that standard input describes.
 ///
@@ -33,7 +33,13 @@ use super::wire::{self, Description, GO, GREETING, READY};
 /// The reason, for the user of the launching process.
 pub(crate) fn become_launch() -> Result<Infallible, Refusal> {
     let lost = |error: io::Error| {
-        Refusal::new(ExitCode::Rendezvous, format!("lost the launching process before the start: {error}"))
+        let text = if error.kind() == io::ErrorKind::UnexpectedEof {
+            // Or the launching process was killed, and the message has no reader.
+            NO_INPUT.to_owned()
+        } else {
+            format!("lost the launching process before the start: {error}")
+        };
+        Refusal::new(ExitCode::Rendezvous, text)
     };
     say(&(GREETING.to_owned() + &wire::build())).map_err(lost)?;
     let mut input = own_stdin().map_err(lost)?;

@@ -20,6 +20,8 @@ use serde::{Deserialize, Serialize};
 pub(super) const GREETING: &str = "xlaunch-remote ";
 /// The second line from a host.
 pub(super) const READY: &str = "ready";
+/// The error of a host whose standard input ends before the start.
+pub(super) const NO_INPUT: &str = "the ssh client passed on no standard input";
 /// The byte that starts the job.
 pub(super) const GO: u8 = b'g';
 /// Maximum size of a description: Linux accepts at most 6 MiB of arguments and environment, and JSON needs up to four

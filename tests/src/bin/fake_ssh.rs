@@ -4,8 +4,8 @@
 //! - The command gets its own home directory and `HOSTNAME`, and none of the other variables.
 //! - Hosts share this machine and its addresses, so a launch on several hosts needs `--rdzv-endpoint 127.0.0.1:PORT`.
 //! - The name of a host selects its failure: `unknown` has no known key, `denied` refuses the user, `old` has another
-//!   version, `bare` has no xlaunch, `apart` has no such directory, `mute` never answers. `chatty` has a login script
-//!   that prints a line. `booting` refuses connections until the file `up` exists.
+//!   version, `bare` has no xlaunch, `apart` has no such directory, `deaf` gets no standard input, `mute` never
+//!   answers. `chatty` has a login script that prints a line. `booting` refuses connections until the file `up` exists.
 
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "an ssh client prints")]
 
@@ -44,6 +44,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut shell = shell.spawn()?;
     let mut input = shell.stdin.take().ok_or("no pipe")?;
     std::thread::spawn(move || -> std::io::Result<()> {
+        if host == "deaf" {
+            return Ok(());
+        }
         let mut description: Value = read_description()?;
         if host == "apart" {
             description["directory"] = serde_json::json!({ "Unix": b"/no/such/directory" });

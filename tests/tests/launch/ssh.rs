@@ -14,7 +14,7 @@ xlaunch_harness::tests! {
     host_file_and_torchruns_name_are_accepted,
     hosts_that_fail_early_are_all_named_and_none_starts,
     host_whose_sshd_is_not_up_yet_is_waited_for_until_the_join_timeout,
-    different_program_or_missing_directory_is_named_with_its_host,
+    different_program_missing_directory_or_closed_input_is_named_with_its_host,
     exit_code_is_that_of_the_job,
     launchers_own_error_file_names_the_host_that_failed,
     lines_of_hosts_stay_whole_and_own_lines_of_other_hosts_are_marked,
@@ -133,12 +133,13 @@ fn run_until(launch: &Launch, hosts: &str, conf: &str) -> Output {
     run(launch, hosts, &["--rdzv-conf", conf], "true")
 }
 
-fn different_program_or_missing_directory_is_named_with_its_host() {
+fn different_program_missing_directory_or_closed_input_is_named_with_its_host() {
     let launch = Launch::new();
     for (host, message) in [
         ("old", "error: `old` has xlaunch 0.0.1 at `"),
         ("bare", "error: `bare` cannot run `"),
         ("apart", "error: `apart`: directory `/no/such/directory`: No such file"),
+        ("deaf", "error: `deaf`: the ssh client passed on no standard input\nhelp: give `--ssh '"),
     ] {
         let run = run(&launch, &format!("a,{host}"), &[], "touch started");
         assert_eq!(run.code, 2, "{}", run.stderr);
