@@ -66,7 +66,8 @@ fn group(manifest: &str, set_by_engine: &[(&str, &str)]) -> Group {
         |wanted: &str| known.iter().find(|(name, _)| name == wanted).map(|(_, value)| OsString::from(value));
     let detect = || {
         let read = |_: &std::path::Path| Err("no host file".into());
-        engine::detect(&Host { environment: &environment, read: &read, name: "pod", munge: false })
+        let name = "pod";
+        engine::detect(&Host { environment: &environment, read: &read, name, munge: false, slurm_step: None })
     };
     let arguments: Vec<OsString> = strings(&container["args"]).into_iter().map(OsString::from).collect();
     match torchrun::parse(Name::Xlaunch, &arguments, &environment, Scope::Nodes(&detect)) {

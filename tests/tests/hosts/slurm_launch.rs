@@ -62,10 +62,18 @@ fn srun_alone_starts_a_group_with_ranks_of_slurm_and_no_token() {
 
     let batch = slurm.home().join("out");
     let output = format!("--output={}", batch.display());
-    let job = slurm.submit(&["-N2", &output], &format!("{} -- true", xlaunch()));
-    slurm.wait_for_state(&job, "FAILED");
-    let text = std::fs::read_to_string(batch).unwrap();
-    assert!(text.contains("start one launch on each with `srun --ntasks-per-node=1 xlaunch ...`"), "{text}");
+    // As `sbatch` passes the variables on inside of a step of another job.
+    let inside = "--export=ALL,SLURM_STEP_ID=0,SLURM_STEP_NUM_NODES=1,SLURM_STEP_NODELIST=h0";
+    for export in ["--export=ALL", inside] {
+        let job = slurm.submit(&["-N2", &output, export], &format!("{} -- true", xlaunch()));
+        slurm.wait_for_state(&job, "FAILED");
+        let text = std::fs::read_to_string(&batch).unwrap();
+        assert!(
+            text.contains("start one launch on each with `srun --ntasks-per-node=1 xlaunch ...`"),
+            "{text}"
+        );
+        std::fs::remove_file(&batch).unwrap();
+    }
 }
 
 fn other_token_is_named_at_once_although_other_ports_refuse() {

@@ -43,6 +43,8 @@ pub(super) struct Host<'a> {
     pub(super) name: &'a str,
     /// True if munged runs on this host.
     pub(super) munge: bool,
+    /// The step of Slurm that has started this process, if known.
+    pub(super) slurm_step: Option<&'a str>,
 }
 
 /// A value with its source: `--nnodes 2`, `PET_NNODES=2`, `SLURM_STEP_NUM_NODES=2`.
@@ -88,6 +90,7 @@ pub(super) fn of_this_process() -> Result<Option<Allocation>, String> {
         read: &read_hosts,
         name: &host_name(),
         munge: Path::new(MUNGE_SOCKET).exists(),
+        slurm_step: slurm::step_of_this_process().as_deref(),
     })
 }
 

@@ -3,6 +3,8 @@
 //! A batch script has `SLURM_NNODES=N` and `SLURM_NODEID=0`, although it runs on one node only, so only `SLURM_STEP_*`
 //! are used. `SLURM_LAUNCH_NODE_IPADDR` is the host of `srun`, not that of node rank 0.
 
+use xlaunch_host::process::Process;
+
 use super::{Allocation, Host, Sourced, check_place, hostlist, ports};
 
 /// Name of the engine.
@@ -23,7 +25,11 @@ const VARIABLES: [&str; 9] = [
 
 pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
     let Some(job) = host.number::<u32>("SLURM_JOB_ID")? else { return Ok(None) };
-    let step = host.number::<u32>("SLURM_STEP_ID")?.filter(|step| step.value < FIRST_SPECIAL_STEP);
+    let step = host.number::<u32>("SLURM_STEP_ID")?.filter(|step| {
+        // `sbatch` and `salloc` pass on the variables of a step in which they run, such as `srun --pty bash`.
+        let is_inherited = |real: &str| !is_same_step(real, job.value, step.value);
+        step.value < FIRST_SPECIAL_STEP && !host.slurm_step.is_some_and(is_inherited)
+    });
     let Some(step) = step else { return outside_of_steps(host).map(|()| None) };
     let nodes = host.required::<u32>("SLURM_STEP_NUM_NODES", SLURM)?;
     one_task_per_node(host, &nodes)?;
@@ -54,6 +60,25 @@ pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
         node_rank: Some(node_rank),
         munge: host.munge,
     }))
+}
+
+/// Returns the step that has started this process, such as `22.0` or `22.batch`, as the title of its `slurmstepd` names
+/// it; `None` if there is none, or in a container, which does not show it.
+pub(super) fn step_of_this_process() -> Option<String> {
+    // Ids may be reused during the search, so parent links can form a cycle.
+    let mut ancestors = std::iter::successors(Process::own(), |child| Process::read(child.parent)).take(1000);
+    let daemon = ancestors.find(|ancestor| ancestor.name == "slurmstepd")?;
+    let title = fs_err::read_to_string(format!("/proc/{}/cmdline", daemon.pid)).ok()?;
+    let (_, step) = title.split_once('[')?;
+    Some(step.split_once(']')?.0.to_owned())
+}
+
+/// Returns whether `real` can be this step. Heterogeneous jobs have further parts in both ids.
+fn is_same_step(real: &str, job: u32, step: u32) -> bool {
+    let Some((real_job, real_step)) = real.split_once('.') else { return true };
+    let is_task = real_step.starts_with(|first: char| first.is_ascii_digit());
+    let may_be = |real: &str, id: u32| real.parse::<u32>().map_or(true, |real| real == id);
+    is_task && may_be(real_job, job) && may_be(real_step, step)
 }
 
 /// Refuses a launch outside of steps if the job has several nodes: a batch script or the shell of `salloc` runs on the

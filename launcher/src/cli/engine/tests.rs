@@ -21,8 +21,12 @@ const MPI: [(&str, &str); 4] = [
 const LSF: [(&str, &str); 2] = [("LSB_JOBID", "5"), ("LSB_DJOB_HOSTFILE", "/hosts")];
 const PBS: [(&str, &str); 3] = [("PBS_JOBID", "9.server"), ("PBS_NODEFILE", "/hosts"), ("PBS_NODENUM", "2")];
 
-/// Detects the engine on host h1, where the host file lists h0, h1 and h2 with two slots each.
 fn detected(variables: &[(&str, &str)]) -> Result<Option<Allocation>, String> {
+    detected_in(None, variables)
+}
+
+/// Detects the engine on host h1, where the host file lists h0, h1 and h2 with two slots each.
+fn detected_in(step: Option<&str>, variables: &[(&str, &str)]) -> Result<Option<Allocation>, String> {
     detect(&Host {
         environment: &|wanted| {
             // Later ones replace earlier ones.
@@ -37,6 +41,7 @@ fn detected(variables: &[(&str, &str)]) -> Result<Option<Allocation>, String> {
         },
         name: "h1",
         munge: true,
+        slurm_step: step,
     })
 }
 
@@ -61,6 +66,19 @@ fn slurm_step_gives_the_place_of_its_task() {
     assert_eq!(step.nodes.unwrap().source, "SLURM_STEP_NUM_NODES=2");
     let requeued = found(&[&STEP, &[("SLURM_RESTART_COUNT", "2"), ("SLURM_STEP_ID", "3")]]);
     assert_eq!(summary(&requeued), "Slurm 2 1 h2 slurm-7.3-r2");
+}
+
+#[test]
+fn variables_of_a_step_that_has_submitted_the_slurm_job_are_ignored() {
+    for own in ["7.0", "7.0+1", "7+1.0", "unknown"] {
+        assert!(detected_in(Some(own), &STEP).unwrap().is_some(), "{own}");
+    }
+    for other in ["7.batch", "7.interactive", "7.extern", "6.0", "7.1"] {
+        let refusal = detected_in(Some(other), &STEP).unwrap_err();
+        assert!(refusal.starts_with("this process is not a task of a Slurm step"), "{other}: {refusal}");
+        let one_node = [&STEP[..], &[("SLURM_NNODES", "1")]].concat();
+        assert_eq!(detected_in(Some(other), &one_node), Ok(None), "{other}");
+    }
 }
 
 #[test]
@@ -143,6 +161,7 @@ fn host_is_found_by_number_where_the_list_has_other_names() {
         read: &|_| Ok("10.0.0.1\n10.0.0.2\n".into()),
         name: number,
         munge: false,
+        slurm_step: None,
     };
     let pbs = |number: &str| {
         let variables = [("PBS_JOBID", "9"), ("PBS_NODEFILE", "/f"), ("PBS_NODENUM", number)];
