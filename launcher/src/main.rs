@@ -24,6 +24,10 @@ use xlaunch_host::spawn;
 
 fn main() -> ExitCode {
     runtime::report_panics();
+    runtime::with_large_stack(run)
+}
+
+fn run() -> ExitCode {
     if std::env::args_os().next().is_some_and(|name| name == spawn::reaper::NAME) {
         return spawn::reaper::main();
     }

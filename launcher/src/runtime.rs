@@ -10,6 +10,7 @@ use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use rustix::process::{Resource, getrlimit};
 use tokio::runtime::{Builder, Runtime};
 use xlaunch_host::system_errors;
 use xlaunch_spec::exit::ExitCode;
@@ -24,6 +25,9 @@ const PROBED_PIPES: usize = 4;
 /// because the limit on processes has been reached meanwhile.
 const THREAD_KEEP_ALIVE: Duration = Duration::from_secs(365 * 24 * 3600);
 
+/// Size of the stack that is large enough for every command, also in a debug build.
+const STACK_BYTES: usize = 8 << 20;
+
 thread_local! {
     /// True if this thread is starting the runtime.
     static STARTING: Cell<bool> = const { Cell::new(false) };
@@ -36,6 +40,22 @@ pub(crate) enum Threads {
     One,
     /// Several threads.
     Several,
+}
+
+/// Runs `work` on this thread or, if the limit on its stack is lower than most systems have it (`ulimit -s`), on
+/// another one, as an overflow of the stack would end the process.
+pub(crate) fn with_large_stack(work: fn() -> std::process::ExitCode) -> std::process::ExitCode {
+    if getrlimit(Resource::Stack).current.is_none_or(|limit| limit >= STACK_BYTES as u64) {
+        return work();
+    }
+    let thread = std::thread::Builder::new().name("main".into()).stack_size(STACK_BYTES).spawn(work);
+    match thread.map(std::thread::JoinHandle::join) {
+        Ok(exit) => exit.unwrap_or_else(|_| ExitCode::Internal.into()),
+        Err(error) => {
+            print_line(format_args!("error: failed to start: {}", system_errors::describe(&error)));
+            ExitCode::Internal.into()
+        }
+    }
 }
 
 /// Runs `work` to its end. A panic ends it with [`ExitCode::Internal`], after its values have been dropped.

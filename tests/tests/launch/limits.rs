@@ -5,7 +5,8 @@ use xlaunch_tests::{Launch, LimitedCgroup, requirements, wait_for, xlaunch_path}
 
 xlaunch_harness::tests! {
     endless_output_of_one_rank_neither_delays_others_nor_fills_memory,
-    output_beyond_the_limit_on_file_sizes_is_reported_as_lost;
+    output_beyond_the_limit_on_file_sizes_is_reported_as_lost,
+    launch_does_not_depend_on_the_limit_on_stacks;
     needs requirements::memory_cgroup:
     oom_kill_is_reported_as_cause;
     needs requirements::mount_namespace:
@@ -99,4 +100,11 @@ fn output_beyond_the_limit_on_file_sizes_is_reported_as_lost() {
     let line = format!("ulimit -f 4; {xlaunch} -- sh -c 'head -c 100000 /dev/zero > file'");
     let run = launch.run(&["-c", &line]);
     assert!(run.code == 1 && run.root_cause().contains("SIGXFSZ"), "{}", run.stderr);
+}
+
+fn launch_does_not_depend_on_the_limit_on_stacks() {
+    let launch = Launch::with_program("sh");
+    let line = format!("ulimit -s 64; {} -- sh -c 'echo $(ulimit -s)'", xlaunch_path().display());
+    let run = launch.run(&["-c", &line]);
+    assert_eq!((run.code, &*run.stdout), (0, "64\n"), "{}", run.stderr);
 }
