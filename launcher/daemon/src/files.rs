@@ -33,6 +33,8 @@ use std::path::{Path, PathBuf};
 
 use prost::Message;
 use rustix::fs::{CWD, Mode, OFlags};
+use rustix::net::SocketAddrUnix;
+use xlaunch_agent::registry::SOCKET;
 use xlaunch_proto::disk::sync_dir;
 use xlaunch_proto::env;
 use xlaunch_proto::v1::StatusReply;
@@ -112,6 +114,15 @@ impl JobDirs {
 
     pub(crate) fn logs(&self, job: u64) -> PathBuf {
         self.agent(job).join("logs")
+    }
+
+    /// Checks that the agent of a job can listen on a socket in its directory.
+    pub(crate) fn check_socket(&self, job: u64) -> io::Result<()> {
+        let path = self.agent(job).join(SOCKET);
+        SocketAddrUnix::new(&path).map(drop).map_err(|error| {
+            let help = "set daemon.state_dir to a shorter path";
+            io::Error::new(error.kind(), format!("{} is too long for a socket; {help}", path.display()))
+        })
     }
 
     /// Creates the directory of a job. An existing directory is left over from a submission that was never

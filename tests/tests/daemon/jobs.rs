@@ -5,7 +5,7 @@ use std::process::Command;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Node, Process, is_alive, read_state, send_signal, wait_for, xlaunch_path};
+use xlaunch_tests::{Node, Process, is_alive, read_state, send_signal, spawn_daemon, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
     job_runs_in_directory_and_environment_of_its_submission,
@@ -18,6 +18,7 @@ xlaunch_harness::tests! {
     cancel_kills_all_processes_of_the_job,
     forced_cancel_kills_a_job_that_ignores_sigterm,
     second_daemon_is_refused_and_invalid_configuration_is_reported,
+    jobs_are_refused_if_the_state_directory_is_too_long_for_sockets,
     job_that_cannot_start_says_why,
     oldest_finished_jobs_are_forgotten,
     all_jobs_are_listed_however_long_their_command_lines_are,
@@ -199,6 +200,17 @@ fn second_daemon_is_refused_and_invalid_configuration_is_reported() {
     node.daemon().signal(Signal::HUP);
     node.daemon().wait_for_stderr("allow_root");
     assert_eq!(node.run(&["submit", "--", "true"]).code, 0);
+}
+
+fn jobs_are_refused_if_the_state_directory_is_too_long_for_sockets() {
+    let mut node = Node::new("");
+    node.stop_daemon(Signal::TERM);
+    let mut command = node.daemon_command();
+    command.arg("--state-dir").arg(node.path().join("x".repeat(100)));
+    let _daemon = spawn_daemon(&mut command);
+    let refused = node.run(&["submit", "--", "true"]);
+    let is_explained = refused.stderr.contains("set daemon.state_dir to a shorter path");
+    assert!(refused.code != 0 && is_explained, "{refused:?}");
 }
 
 fn job_that_cannot_start_says_why() {

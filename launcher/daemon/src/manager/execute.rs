@@ -77,6 +77,7 @@ impl Manager {
         let is_array = !indices.is_empty();
         let last = job.saturating_add(indices.len().saturating_sub(1) as u64);
         tokio::task::block_in_place(|| {
+            self.dirs.check_socket(last)?;
             self.ids.reserve(last)?;
             if is_array {
                 self.dirs.create_array(&description)
