@@ -8,6 +8,7 @@
 //! ```
 //! An unlocked entry is stale, regardless of how its launch ended: readers skip it, and remove it if it is old.
 
+use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,9 +16,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::io::Errno;
+use xlaunch_proto::env;
 use xlaunch_spec::exit::ExitCode;
 
 use xlaunch_host::naming::{file_name, unique};
+use xlaunch_host::process::Process;
 use xlaunch_spec::refusal::Refusal;
 
 /// File name of the agent's socket, both in a run's directory and in its entry.
@@ -208,6 +211,19 @@ pub fn running() -> Vec<Running> {
     found.sort();
     found.dedup();
     found
+}
+
+/// Returns the directories of this user's launches that are registered elsewhere because they run with another
+/// `XDG_RUNTIME_DIR` or `TMPDIR`, as jobs of many clusters do. Their workers' environments name them.
+pub fn running_elsewhere() -> BTreeSet<PathBuf> {
+    let known = registry_dirs();
+    let entry =
+        |process: &Process| Some(Path::new(&process.variable(env::AGENT_SOCKET)?).parent()?.to_owned());
+    let is_elsewhere = |entry: &PathBuf| {
+        let registry = entry.parent().filter(|registry| !known.iter().any(|known| known == registry));
+        registry.is_some_and(|registry| ensure_private(registry, false).is_ok()) && is_locked(entry)
+    };
+    Process::all().iter().filter_map(entry).filter(is_elsewhere).collect()
 }
 
 fn running_in(registry: &Path) -> Vec<Running> {

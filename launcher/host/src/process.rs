@@ -1,5 +1,8 @@
 //! Snapshots of processes, read from `/proc`.
 
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 /// Flag in `/proc/PID/stat` of a process that is exiting.
@@ -118,6 +121,15 @@ impl Process {
             // The process may have exited or belong to another user; the caller checks which processes remain.
             let _ = pidfd_send_signal(pidfd, signal);
         }
+    }
+
+    /// Returns the value of a variable in the environment that the process was started with. The kernel shows this to
+    /// the same user only.
+    pub fn variable(&self, name: &str) -> Option<OsString> {
+        let environment = fs_err::read(format!("/proc/{}/environ", self.pid)).ok()?;
+        let mut variables = environment.split(|byte| *byte == 0);
+        let value = variables.find_map(|one| one.strip_prefix(name.as_bytes())?.strip_prefix(b"="))?;
+        Some(OsString::from_vec(value.to_vec()))
     }
 
     /// Returns whether the process was started with this `NAME=value` in its environment.

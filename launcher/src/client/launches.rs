@@ -57,6 +57,14 @@ pub(crate) async fn find_one(run: Option<&Path>, command: &str) -> Result<Runnin
 }
 
 fn none_running(command: &str) -> String {
+    let elsewhere = registry::running_elsewhere();
+    if !elsewhere.is_empty() {
+        let commands = elsewhere.iter().map(|dir| format!("`xlaunch {command} {}`", dir.display()));
+        return format!(
+            "no launch of yours is running on this host with this XDG_RUNTIME_DIR and TMPDIR; with others: {}",
+            commands.collect::<Vec<_>>().join(", ")
+        );
+    }
     format!(
         "no launch of yours is running on this host; `xlaunch {command} PATH` searches a directory{}",
         ended_logs(command)

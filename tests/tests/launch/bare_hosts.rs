@@ -7,6 +7,7 @@ use std::process::Command;
 use xlaunch_tests::{Launch, LimitedCgroup, Output, Process, requirements, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
+    launch_with_another_temporary_directory_is_named_with_its_path,
     open_file_limit_is_named_without_a_panic,
     address_space_limit_is_named_without_a_panic,
     launch_runs_with_an_empty_or_missing_temporary_directory,
@@ -235,4 +236,22 @@ sys.exit(attempt == '0')
     }
     let run = launch.run(&["-c", &format!("{xlaunch} - < /dev/null")]);
     assert_eq!((run.code, run.stderr.as_str()), (2, "error: -: the script is empty\n"));
+}
+
+fn launch_with_another_temporary_directory_is_named_with_its_path() {
+    let launch = Launch::new();
+    let running = launch.spawn(&["--", "sh", "-c", "echo ready; exec sleep 1000"]);
+    wait_for("the worker", || running.stdout().contains("ready").then_some(()));
+    let query = |args: &[&str]| {
+        let (mut command, other) = (launch.command(args), launch.path());
+        Process::spawn(command.env("XDG_RUNTIME_DIR", other).env("TMPDIR", other)).wait()
+    };
+    let refused = query(&["status"]);
+    assert_refused(&refused, "no launch of yours is running on this host with this XDG_RUNTIME_DIR");
+    // Other tests run launches as well.
+    let path = launch.runtime_dir().display().to_string();
+    let mut named = refused.stderr.split('`').filter_map(|quoted| quoted.strip_prefix("xlaunch status "));
+    let entry = named.find(|entry| entry.starts_with(&path));
+    let stopped = query(&["stop", "--wait", entry.unwrap_or_else(|| panic!("{path} in {}", refused.stderr))]);
+    assert_eq!(stopped.code, 0, "{}", stopped.stderr);
 }
