@@ -160,6 +160,8 @@ pub(crate) fn main() -> ExitCode {
     let arguments: Vec<OsString> = arguments.collect();
     match arguments.split_first() {
         Some((first, rest)) if name == Name::Xlaunch && first == "remote" => remote::run(rest, launch),
+        // clap's own text is about subcommands only.
+        Some((first, [])) if name == Name::Xlaunch && first == "help" => launch(name, &["--help".into()]),
         Some((first, _)) if name == Name::Xlaunch && is_subcommand(first) => {
             match parse_subcommand(&arguments) {
                 Ok(cli) => {

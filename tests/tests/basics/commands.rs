@@ -10,6 +10,7 @@ use serde_json::Value;
 use xlaunch_tests::{Launch, Process, is_alive, requirements, sorted_lines, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
+    help_is_a_subcommand_too,
     output_of_every_rank_is_passed_through,
     every_line_is_written_at_once_as_other_programs_may_write_between_two_writes,
     worker_failure_stops_group_and_reports_stderr_tail,
@@ -359,4 +360,10 @@ fn unsupported_variables_of_torchrun_are_named() {
     assert!(warned.starts_with(&format!("warning: {name} has no effect: ")), "{warned}");
     assert_eq!(stderr(name, "0"), "");
     assert!(stderr("TORCHELASTIC_HEALTH_CHECK_PORT", "8080").contains("`xlaunch status --ready`"));
+}
+
+fn help_is_a_subcommand_too() {
+    let launch = Launch::new();
+    assert_eq!(launch.run(&["help"]).stdout, launch.run(&["--help"]).stdout);
+    assert!(launch.run(&["help", "status"]).stdout.contains("Usage: xlaunch status "));
 }

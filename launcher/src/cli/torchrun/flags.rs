@@ -293,7 +293,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
         "Help",
         &[
             Flag::torchrun("help", Nothing, "print help").only_on_the_command_line().short('h'),
-            Flag::xlaunch("version", Nothing, "print the version"),
+            Flag::xlaunch("version", Nothing, "print the version").short('V'),
         ],
     ),
 ];

@@ -249,6 +249,7 @@ mod tests {
                 Some(Target::Trainer("a.toml".into())),
             ),
             (Name::Xlaunch, "--help --nonsense", "help", None),
+            (Name::Xlaunch, "-V", "version", None),
             (Name::Xlaunch, "--", "", None),
         ] {
             assert_eq!(read(name, line), (flags.into(), target), "{line}");
