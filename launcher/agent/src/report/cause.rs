@@ -136,6 +136,8 @@ fn not_started(failure: &SpawnFailure, evidence: &Evidence) -> Option<Cause> {
         Errno::NOENT if program.contains('/') => {
             Cause::new(format!("file `{program}` not found, or the interpreter in its first line is missing"))
         }
+        Errno::NOENT if program.ends_with(".py") => Cause::new(format!("program `{program}` not found"))
+            .with_help("to run it with Python, leave out `--` and `--no-python`"),
         Errno::NOENT => Cause::new(format!("program `{program}` not found"))
             .with_help(format!("install it, or give its path; directories searched (PATH): {path}")),
         Errno::ACCESS => Cause::new(format!("`{program}` is not executable")).with_help(format!(

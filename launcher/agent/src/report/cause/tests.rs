@@ -201,6 +201,8 @@ fn programs_that_cannot_be_started() {
     let missing = failed(Errno::NOENT, "pyhton");
     assert_eq!(missing.0, "program `pyhton` not found");
     assert_eq!(missing.1, "install it, or give its path; directories searched (PATH): /bin:/usr/bin");
+    let script = failed(Errno::NOENT, "train.py");
+    assert_eq!(script.1, "to run it with Python, leave out `--` and `--no-python`");
     let file = failed(Errno::NOENT, "./run.sh").0;
     assert_eq!(file, "file `./run.sh` not found, or the interpreter in its first line is missing");
     assert!(failed(Errno::ACCESS, "./run.sh").1.starts_with("chmod +x ./run.sh"));
