@@ -109,7 +109,7 @@ pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
         let same = |files: &Allocation| counts(files) == counts(&mpi);
         return Ok(Some(files.filter(same).unwrap_or(mpi)));
     }
-    for engine in [slurm::detect, host_files::lsf, host_files::pbs, kubernetes] {
+    for engine in [slurm::detect, host_files::lsf, host_files::pbs, hydra, kubernetes] {
         if let Some(found) = engine(host)? {
             return Ok(Some(found));
         }
@@ -125,28 +125,47 @@ fn mpirun(host: &Host<'_>) -> Result<Option<Allocation>, String> {
         None => host.required("PMIX_RANK", MPIRUN)?,
         Some(rank) => rank,
     };
+    let variables =
+        ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_RANK"];
+    of_mpi(host, nodes, rank, "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun -npernode 1", &variables).map(Some)
+}
+
+/// Hydra, the `mpirun` of MPICH and Intel MPI. Under Slurm, LSF and PBS its processes have the variables of the engine,
+/// which also names the hosts. Slurm sets `PMI_SIZE` too, for programs that use its PMI.
+fn hydra(host: &Host<'_>) -> Result<Option<Allocation>, String> {
+    let variables = ["PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"];
+    let is_started = host.text("MPI_LOCALNRANKS")?.is_some();
+    let Some(nodes) = host.number("PMI_SIZE")?.filter(|_| is_started) else { return Ok(None) };
+    let rank = host.required("PMI_RANK", MPIRUN)?;
+    of_mpi(host, nodes, rank, "MPI_LOCALNRANKS", "mpirun -ppn 1", &variables).map(Some)
+}
+
+/// Builds the allocation of a process of MPI, of which there must be one per node.
+fn of_mpi(
+    host: &Host<'_>,
+    nodes: Sourced<u32>,
+    rank: Sourced<u32>,
+    local_size: &str,
+    one_per_node: &str,
+    variables: &[&'static str],
+) -> Result<Allocation, String> {
     check_place(&nodes, &rank)?;
-    if let Some(local) = host.number::<u32>("OMPI_COMM_WORLD_LOCAL_SIZE")?.filter(|local| local.value > 1) {
+    if let Some(local) = host.number::<u32>(local_size)?.filter(|local| local.value > 1) {
         return Err(format!(
             "mpirun has started several processes on this host ({}), but one launch starts all workers of a node: use \
-             `mpirun -npernode 1 xlaunch ...` and --nproc-per-node",
+             `{one_per_node} xlaunch ...` and --nproc-per-node",
             local.source
         ));
     }
-    Ok(Some(Allocation {
+    Ok(Allocation {
         engine: MPIRUN,
-        variables: host.variables(&[
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-            "PMIX_RANK",
-        ]),
+        variables: host.variables(variables),
         nodes: Some(nodes),
         node_rank: Some(rank),
         endpoint: None,
         run_id: None,
         munge: false,
-    }))
+    })
 }
 
 /// Kubernetes: the index of this pod in its Indexed Job. No variable has the number of pods or the address of the first

@@ -18,6 +18,7 @@ const MPI: [(&str, &str); 4] = [
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "1"),
     ("PMIX_RANK", "2"),
 ];
+const HYDRA: [(&str, &str); 3] = [("PMI_SIZE", "3"), ("PMI_RANK", "2"), ("MPI_LOCALNRANKS", "1")];
 const LSF: [(&str, &str); 2] = [("LSB_JOBID", "5"), ("LSB_DJOB_HOSTFILE", "/hosts")];
 const PBS: [(&str, &str); 3] = [("PBS_JOBID", "9.server"), ("PBS_NODEFILE", "/hosts"), ("PBS_NODENUM", "2")];
 
@@ -120,6 +121,17 @@ fn coordinator_ports_differ_between_steps_and_are_the_same_on_all_nodes() {
     let distinct: std::collections::BTreeSet<_> = ports.iter().collect();
     assert_eq!((ports.len(), distinct.len()), (16, 16));
     assert!(ports.iter().all(|port| (20_000..30_000).contains(port)), "{ports:?}");
+}
+
+#[test]
+fn mpirun_of_mpich_is_one_unless_another_engine_names_the_hosts() {
+    assert_eq!(summary(&found(&[&HYDRA])), "mpirun 3 2 - -");
+    let refusal = detected(&[&HYDRA[..], &[("MPI_LOCALNRANKS", "3")]].concat()).unwrap_err();
+    assert!(refusal.contains("mpirun -ppn 1"), "{refusal}");
+    assert_eq!(summary(&found(&[&HYDRA, &STEP])), "Slurm 2 1 h2 slurm-7.0");
+    assert_eq!(summary(&found(&[&HYDRA, &PBS])), "PBS 3 1 h0.site pbs-9.server");
+    // Slurm's own PMI.
+    assert_eq!(detected(&HYDRA[..2]), Ok(None));
 }
 
 #[test]
