@@ -66,6 +66,8 @@ struct Config {
     target_modules: Value,
     #[serde(default)]
     exclude_modules: Value,
+    #[serde(default)]
+    target_parameters: Value,
 }
 
 /// Initialisations that leave the weights of the model as they are. PEFT computes others, such as PiSSA, from these
@@ -180,6 +182,11 @@ impl PeftDirectory {
         let lora = LoraSection { targets, ..all };
         let mut adapter = Adapter::zeroed(shape, lora.clone())?;
         for tensor in self.expected(shape, &lora, &found)? {
+            if found.contains_key(&tensor.name) && self.config.leaves_out(&tensor) {
+                let problem = "PEFT does not read it: `target_modules`, `exclude_modules` or `layers_to_transform` of \
+                               the configuration leave its layer out; correct them, or remove it from the file";
+                return Err(source::tensor_error(&path, &tensor.name, problem).into());
+            }
             let Some(info) = found.remove(&tensor.name) else {
                 let problem = "not found: an adapter has A and B of its layers in all blocks, except those that \
                                `layers_to_transform`, `target_modules` or `exclude_modules` of its configuration leave \
@@ -215,9 +222,6 @@ impl PeftDirectory {
         lora: &LoraSection,
         found: &HashMap<String, TensorInfo>,
     ) -> Result<Vec<Mapped>, WorkerError> {
-        let first = format!("{PREFIX}{}", Family::of(shape.arch).names.block(0));
-        let blocks = first.trim_end_matches("0.");
-        let block = |tensor: &Mapped| tensor.name.strip_prefix(blocks)?.split('.').next()?.parse().ok();
         let is_adapted = |pair: &&[Mapped]| {
             pair.iter().any(|tensor| found.contains_key(&tensor.name))
                 || !block(&pair[0]).is_some_and(|block| self.config.may_omit(block))
@@ -227,15 +231,42 @@ impl PeftDirectory {
     }
 }
 
+/// Returns the block that a tensor of an adapter belongs to.
+fn block(tensor: &Mapped) -> Option<usize> {
+    tensor.name.split('.').find_map(|part| part.parse().ok())
+}
+
 impl Config {
-    /// Returns whether a block may lack adapters of layers that have one in other blocks.
-    fn may_omit(&self, block: usize) -> bool {
+    /// Returns whether PEFT does not adapt the layer of a tensor. Regular expressions are not compared.
+    fn leaves_out(&self, tensor: &Mapped) -> bool {
+        let layer = tensor.name.strip_prefix(PREFIX).and_then(|name| name.split_once(".lora_"));
+        let Some((layer, _)) = layer else { return false };
+        let names_it = |names: &[Value]| {
+            let mut names = names.iter().filter_map(Value::as_str);
+            names.any(|name| {
+                layer.strip_suffix(name).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+            })
+        };
+        // Further layers, by the names of their weights.
+        let has_more = self.target_parameters.as_array().is_some_and(|names| !names.is_empty());
+        let Some(targets) = self.target_modules.as_array().filter(|_| !has_more) else { return false };
+        !names_it(targets)
+            || self.exclude_modules.as_array().is_some_and(|names| names_it(names))
+            || block(tensor).is_some_and(|block| !self.is_chosen(block))
+    }
+
+    /// Returns whether `layers_to_transform` includes a block.
+    fn is_chosen(&self, block: usize) -> bool {
         let is_block = |value: &Value| value.as_u64() == Some(block as u64);
-        let chosen = match &self.layers_to_transform {
+        match &self.layers_to_transform {
             Value::Null => true,
             Value::Array(blocks) => blocks.is_empty() || blocks.iter().any(is_block),
             one => is_block(one),
-        };
+        }
+    }
+
+    /// Returns whether a block may lack adapters of layers that have one in other blocks.
+    fn may_omit(&self, block: usize) -> bool {
         let has_number = |name: &str| name.split('.').any(|part| part.parse::<usize>().is_ok());
         // A regular expression may match in some blocks, and names may begin with a block: `0.self_attn.q_proj`.
         let names_blocks = match &self.target_modules {
@@ -243,7 +274,7 @@ impl Config {
             Value::Array(names) => names.iter().filter_map(Value::as_str).any(has_number),
             _ => false,
         };
-        !chosen || names_blocks || !self.exclude_modules.is_null()
+        !self.is_chosen(block) || names_blocks || !self.exclude_modules.is_null()
     }
 }
 
@@ -411,11 +442,14 @@ mod tests {
         let shape = ModelShape { layers: 3, ..Arch::Llama.base() };
         let last = |name: &str| name.contains(".layers.2.");
         let pattern = json!(r".*\.2\..*proj");
+        let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|name| format!("2.self_attn.{name}"));
+        let mlp = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("layers.2.mlp.{name}"));
+        let in_last = [&attention[..], &mlp].concat();
         for keys in [
             ("layers_to_transform", json!([2])),
             ("layers_to_transform", json!(2)),
             ("target_modules", pattern),
-            ("target_modules", json!(["2.self_attn.q_proj", "layers.2.mlp.up_proj"])),
+            ("target_modules", json!(in_last)),
         ] {
             let adapter = reread(&shape, std::slice::from_ref(&keys), last).unwrap();
             let values: Vec<f32> = adapter.pieces().flat_map(|(_, values)| values).collect();
@@ -439,6 +473,26 @@ mod tests {
         missing(&[("layers_to_transform", json!([2]))], &|name| {
             last(name) && !name.contains("q_proj.lora_A")
         });
+    }
+
+    /// PEFT leaves out such tensors when it loads an adapter.
+    #[test]
+    fn tensors_of_layers_that_the_configuration_leaves_out_are_refused() {
+        let shape = ModelShape { layers: 3, ..Arch::Llama.base() };
+        let attention = json!(["q_proj", "k_proj", "v_proj", "o_proj"]);
+        for keys in [
+            ("target_modules", attention.clone()),
+            ("target_modules", json!(["proj"])),
+            ("exclude_modules", json!(["mlp.up_proj"])),
+            ("layers_to_transform", json!([0, 2])),
+            ("layers_to_transform", json!(1)),
+        ] {
+            let error = reread(&shape, std::slice::from_ref(&keys), |_| true).unwrap_err();
+            assert!(error.contains("PEFT does not read it"), "{keys:?}: {error}");
+        }
+        reread(&shape, &[("target_modules", attention)], |name| name.contains("self_attn")).unwrap();
+        let parameters = ("target_parameters", json!(["q_proj.weight"]));
+        reread(&shape, &[("target_modules", json!([])), parameters], |name| name.contains("q_proj")).unwrap();
     }
 
     #[test]
