@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::content::probe;
 use super::row::{ASSISTANT, Chat, Row, has_role, is_counted, parse};
 use super::spans::{self, Endings};
-use super::template::{Marked, Template};
+use super::template::{LeftOut, Marked, Template};
 use super::templates::Templates;
 use crate::{TOKENIZER_FILE, Tokenizer};
 
@@ -18,8 +18,6 @@ const MAX_CHAT_BYTES: usize = 16 << 20;
 const MASK_HELP: &str = "help: use a template with `generation` blocks (--chat-template FILE), or leave such chats out \
                          with --on-error skip";
 
-/// Field of a message with the tools that it calls.
-const TOOL_CALLS: &str = "tool_calls";
 /// Texts of short chats that templates are examined with, which templates themselves do not contain.
 const QUESTION: &str = "7q3";
 const ANSWER: &str = "7a4";
@@ -186,7 +184,10 @@ impl ChatEncoder {
             let spans = self.answers(format, messages, chat, &text)?;
             (text, spans)
         };
-        check_tools(format, messages, &chat.tools, &text)?;
+        format.template.check_tools(messages, &chat.tools, false, &text).map_err(|left_out| {
+            let advice = if left_out == LeftOut::Tools { ", or remove them" } else { "" };
+            format!("{left_out}\nhelp: use a template that does (--chat-template FILE){advice}")
+        })?;
         let pieces = self.pieces(&text, generation)?;
         let mut spans = in_characters(&text, &spans);
         // The rule of `transformers` for generation blocks counts each token that overlaps with one.
@@ -269,35 +270,6 @@ impl ChatEncoder {
         }
         self.tokenizer.encode_with_offsets(text, trimmed).map_err(|error| error.to_string())
     }
-}
-
-/// Refuses a chat that is rendered to the same `text` without its tools, or without a call of them: the model would
-/// learn to answer nothing in place of a call, or to call tools that it does not know.
-fn check_tools(format: &Format, messages: &[Value], tools: &Value, text: &str) -> Result<(), String> {
-    const HELP: &str = "help: use a template that does (--chat-template FILE)";
-    let is_same = |messages: &[Value], tools: &Value| {
-        let rendered = format.template.render(&Value::from(messages.to_vec()), tools, false);
-        rendered.is_ok_and(|rendered| rendered == text)
-    };
-    if tools.len().is_some_and(|len| len > 0) && is_same(messages, &Value::from(())) {
-        return Err(format!("the chat template writes nothing of `tools`\n{HELP}, or remove them"));
-    }
-    for (index, message) in messages.iter().enumerate() {
-        let calls = message.get_attr(TOOL_CALLS).unwrap_or_default();
-        if !has_role(message, ASSISTANT) || calls.len().is_none_or(|len| len == 0) {
-            continue;
-        }
-        let mut without = messages.to_vec();
-        let keys = message.try_iter().into_iter().flatten().filter(|key| key.as_str() != Some(TOOL_CALLS));
-        let pairs = keys.map(|key| (key.clone(), message.get_item(&key).unwrap_or_default()));
-        without[index] = Value::from_pairs(pairs);
-        if is_same(&without, tools) {
-            return Err(format!(
-                "the chat template writes nothing of `messages[{index}].{TOOL_CALLS}`\n{HELP}"
-            ));
-        }
-    }
-    Ok(())
 }
 
 /// Returns the `generation` blocks of the messages that count for the loss. The blocks of a message are those that a

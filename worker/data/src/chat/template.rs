@@ -16,6 +16,8 @@ use super::{json, python, row};
 
 /// Name of the template in its environment.
 const NAME: &str = "chat template";
+/// Field of a message with the tools that it calls.
+const TOOL_CALLS: &str = "tool_calls";
 /// First of the private-use characters that mark the ends of `generation` blocks, and their number.
 const GENERATION_MARKS: Range<u32> = 0x10_f000..0x10_ff00;
 
@@ -26,6 +28,25 @@ pub struct Template {
     tokens: BTreeMap<String, String>,
     has_generation: bool,
     content: ContentForms,
+}
+
+/// A part of a chat that a template writes nothing of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LeftOut {
+    Tools,
+    /// The calls of the message with this index.
+    Calls(usize),
+}
+
+impl fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tools => write!(f, "the chat template writes nothing of `tools`"),
+            Self::Calls(index) => {
+                write!(f, "the chat template writes nothing of `messages[{index}].{TOOL_CALLS}`")
+            }
+        }
+    }
 }
 
 /// A rendered chat.
@@ -110,7 +131,43 @@ impl Template {
     /// The reason, if these are not messages, or the template rejects them.
     pub fn render_prompt(&self, messages: &Value) -> Result<String, String> {
         let messages = self.adapted(&row::messages(messages, "messages")?)?;
-        self.render(&Value::from(messages), &Value::from(()), true)
+        let none = Value::from(());
+        let text = self.render(&Value::from(messages.clone()), &none, true)?;
+        self.check_tools(&messages, &none, true, &text).map_err(|left_out| left_out.to_string())?;
+        Ok(text)
+    }
+
+    /// Refuses a chat that is rendered to the same `text` without its tools, or without a call of them: the model
+    /// would see, or learn to write, nothing in place of a call.
+    pub(crate) fn check_tools(
+        &self,
+        messages: &[Value],
+        tools: &Value,
+        prompt: bool,
+        text: &str,
+    ) -> Result<(), LeftOut> {
+        let is_same = |messages: &[Value], tools: &Value| {
+            let rendered = self.render(&Value::from(messages.to_vec()), tools, prompt);
+            rendered.is_ok_and(|rendered| rendered == text)
+        };
+        if tools.len().is_some_and(|len| len > 0) && is_same(messages, &Value::from(())) {
+            return Err(LeftOut::Tools);
+        }
+        for (index, message) in messages.iter().enumerate() {
+            let calls = message.get_attr(TOOL_CALLS).unwrap_or_default();
+            if !row::has_role(message, row::ASSISTANT) || calls.len().is_none_or(|len| len == 0) {
+                continue;
+            }
+            let mut without = messages.to_vec();
+            let keys =
+                message.try_iter().into_iter().flatten().filter(|key| key.as_str() != Some(TOOL_CALLS));
+            let pairs = keys.map(|key| (key.clone(), message.get_item(&key).unwrap_or_default()));
+            without[index] = Value::from_pairs(pairs);
+            if is_same(&without, tools) {
+                return Err(LeftOut::Calls(index));
+            }
+        }
+        Ok(())
     }
 
     /// Returns messages with their content in forms that the template writes.
@@ -290,6 +347,20 @@ mod tests {
             serde_json::from_str(r#"[{"role": "assistant", "content": "a", "train": false}]"#).unwrap();
         let template = Template::new("{{ messages[0].content }}", tokens()).unwrap();
         assert_eq!(template.render_prompt(&messages).unwrap(), "a");
+    }
+
+    #[test]
+    fn prompts_with_tool_calls_that_the_template_leaves_out_are_refused() {
+        let messages = serde_json::from_str(
+            r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]},
+                {"role": "tool", "content": "c"}]"#,
+        )
+        .unwrap();
+        let prompt = |template: &str| Template::new(template, tokens()).unwrap().render_prompt(&messages);
+        let error = prompt("{% for m in messages %}{{ m.content }}{% endfor %}").unwrap_err();
+        assert_eq!(error, "the chat template writes nothing of `messages[1].tool_calls`");
+        let template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | length }}{% endfor %}";
+        assert_eq!(prompt(template).unwrap(), "a0b1c0");
     }
 
     #[test]
