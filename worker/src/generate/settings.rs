@@ -62,6 +62,9 @@ impl Settings {
         if let Some(line) = settings.warning() {
             note(&line);
         }
+        if let Some(line) = settings.tokenizer.class_warning() {
+            note(&line);
+        }
         Ok((source, settings))
     }
 

@@ -118,11 +118,8 @@ fn resolve(options: Prepare) -> Result<Options, QueryError> {
         let help = "help: expected bytes, gpt2, a tokenizer.json or its directory";
         usage(format!("--tokenizer: {error}\n{help}"))
     })?;
-    if let Some(class) = tokenizer.replaced_by() {
-        print_note(&format!(
-            "warning: `AutoTokenizer` of transformers 5 loads this tokenizer as `{class}`, which replaces its \
-             pre-tokenizer, and may give other ids than here\nhelp: load it with `PreTrainedTokenizerFast`"
-        ));
+    if let Some(warning) = tokenizer.class_warning() {
+        print_note(&warning);
     }
     let chat = if options.chat {
         let templates =

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::Tokenizer;
+use super::{METASPACE, Tokenizer};
 
 /// The class for models of the type `qwen2`, whatever their files name.
 pub const QWEN2_CLASS: &str = "Qwen2Tokenizer";
@@ -22,6 +22,17 @@ const FILE_ONLY: [&str; 12] = [
     "phi3",
     "stablelm",
 ];
+/// Classes that models of any type may name.
+const CLASSES: [&str; 8] = [
+    QWEN2_CLASS,
+    "GPT2Tokenizer",
+    "CodeGenTokenizer",
+    "GPTNeoXTokenizer",
+    "LlamaTokenizer",
+    "CodeLlamaTokenizer",
+    "GemmaTokenizer",
+    "CohereTokenizer",
+];
 /// Splits texts in Qwen2's class.
 const QWEN2_REGEX: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}",
@@ -29,8 +40,19 @@ const QWEN2_REGEX: &str = concat!(
 );
 
 impl Tokenizer {
+    /// Returns a warning if the class that `AutoTokenizer` of `transformers` 5 loads this tokenizer as may give other
+    /// ids.
+    pub fn class_warning(&self) -> Option<String> {
+        self.replaced_by().map(|class| {
+            format!(
+                "warning: `AutoTokenizer` of transformers 5 loads this tokenizer as `{class}`, which replaces its \
+                 pre-tokenizer, and may give other ids than here\nhelp: load it with `PreTrainedTokenizerFast`"
+            )
+        })
+    }
+
     /// Returns the class that `AutoTokenizer` of `transformers` 5 loads this tokenizer as, if that gives other ids.
-    pub fn replaced_by(&self) -> Option<&'static str> {
+    fn replaced_by(&self) -> Option<&'static str> {
         self.class.filter(|class| self.is_changed_by(class))
     }
 
@@ -47,12 +69,12 @@ pub(super) fn loaded(declared: Option<&str>, model_type: Option<&str>) -> Option
     match (model_type, declared) {
         (Some("qwen2"), _) => Some(QWEN2_CLASS),
         (Some(model), _) if FILE_ONLY.contains(&model) => None,
-        (_, Some(name)) => [QWEN2_CLASS, "GPT2Tokenizer", "CodeGenTokenizer", "GPTNeoXTokenizer"]
-            .into_iter()
-            .find(|class| *class == name),
+        (_, Some(name)) => CLASSES.into_iter().find(|class| *class == name),
         (Some("qwen3" | "qwen2_moe" | "qwen3_moe"), None) => Some(QWEN2_CLASS),
         (Some("gpt2" | "phi" | "starcoder2"), None) => Some("GPT2Tokenizer"),
         (Some("gpt_neox" | "olmoe"), None) => Some("GPTNeoXTokenizer"),
+        (Some("gemma" | "gemma2" | "gemma3" | "gemma3_text"), None) => Some("GemmaTokenizer"),
+        (Some("cohere" | "cohere2"), None) => Some("CohereTokenizer"),
         _ => None,
     }
 }
@@ -67,13 +89,39 @@ fn changes(class: &str, file: &Map<String, Value>) -> bool {
     let split =
         json!({"type": "Split", "pattern": {"Regex": QWEN2_REGEX}, "behavior": "Isolated", "invert": false});
     let nfc = json!({"type": "NFC"});
+    let part = |name: &str| comparable(file.get(name).unwrap_or(&Value::Null));
+    let (own_normalizer, own_pre_tokenizer) = (part("normalizer"), part("pre_tokenizer"));
+    match class {
+        // Byte-level files are read as they are.
+        "LlamaTokenizer"
+            if file.get("pre_tokenizer").is_some_and(|own| own.to_string().contains("\"ByteLevel\"")) =>
+        {
+            return false;
+        }
+        // Whether it writes a prefix depends on other files, from which `transformers` wrote this one.
+        "LlamaTokenizer" | "CodeLlamaTokenizer" => {
+            let is_metaspace =
+                own_pre_tokenizer["type"] == "Metaspace" && own_pre_tokenizer["split"] == false;
+            return !own_normalizer.is_null() || !is_metaspace;
+        }
+        // Its pre-tokenizer splits at spaces, of which its normalizer leaves none.
+        "GemmaTokenizer" => {
+            let replace =
+                json!({"type": "Replace", "pattern": {"String": " "}, "content": METASPACE.to_string()});
+            let is_split =
+                own_pre_tokenizer["type"] == "Split" && own_pre_tokenizer["pattern"]["String"] == " ";
+            return own_normalizer != replace || !(own_pre_tokenizer.is_null() || is_split);
+        }
+        _ => {}
+    }
+    let digits = json!({"type": "Digits", "individual_digits": true});
     let (normalizer, pre_tokenizer) = match class {
         QWEN2_CLASS => (nfc, json!({"type": "Sequence", "pretokenizers": [split, byte_level(false)]})),
         "GPTNeoXTokenizer" => (nfc, byte_level(true)),
+        "CohereTokenizer" => (nfc, json!({"type": "Sequence", "pretokenizers": [digits, byte_level(true)]})),
         _ => (Value::Null, byte_level(true)),
     };
-    let part = |name: &str| comparable(file.get(name).unwrap_or(&Value::Null));
-    part("normalizer") != normalizer || part("pre_tokenizer") != comparable(&pre_tokenizer)
+    own_normalizer != normalizer || own_pre_tokenizer != comparable(&pre_tokenizer)
 }
 
 /// Returns a part of a file with one form for what has several: sequences, and settings that may be left out.
@@ -124,6 +172,43 @@ mod tests {
             {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
         ]}});
         assert!(!changes(QWEN2_CLASS, qwen2.as_object().unwrap()));
+    }
+
+    /// The texts that differ are those of `transformers` 5.24.
+    #[test]
+    fn classes_of_sentencepiece_replace_parts_of_a_file() {
+        let file = |normalizer: Value, pre_tokenizer: Value| {
+            Map::from_iter([("normalizer".into(), normalizer), ("pre_tokenizer".into(), pre_tokenizer)])
+        };
+        let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"});
+        let prepend = json!({"type": "Prepend", "prepend": "\u{2581}"});
+        let llama2 = file(json!({"type": "Sequence", "normalizers": [prepend, replace]}), Value::Null);
+        let metaspace = |split: bool| json!({"type": "Metaspace", "prepend_scheme": "first", "split": split});
+        let (saved_by_5, split) = (file(Value::Null, metaspace(false)), file(Value::Null, metaspace(true)));
+        let spaces = json!({
+            "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false
+        });
+        let (gemma, old_gemma) = (file(replace.clone(), spaces), file(replace, Value::Null));
+        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true});
+        let bytes = file(Value::Null, byte_level.clone());
+        let digits = json!({"type": "Digits", "individual_digits": true});
+        let cohere =
+            file(json!({"type": "NFC"}), json!({"type": "Sequence", "pretokenizers": [digits, byte_level]}));
+        for (class, same) in [
+            ("LlamaTokenizer", vec![&saved_by_5, &bytes, &cohere]),
+            ("CodeLlamaTokenizer", vec![&saved_by_5]),
+            ("GemmaTokenizer", vec![&gemma, &old_gemma]),
+            ("CohereTokenizer", vec![&cohere]),
+        ] {
+            for file in [&llama2, &saved_by_5, &split, &gemma, &old_gemma, &bytes, &cohere] {
+                let expected = !same.iter().any(|same| std::ptr::eq(*same, file));
+                assert_eq!(changes(class, file), expected, "{class}: {file:?}");
+            }
+        }
+        assert_eq!(loaded(Some("LlamaTokenizerFast"), Some("llama")), Some("LlamaTokenizer"));
+        assert_eq!(loaded(Some("LlamaTokenizer"), Some("mistral")), None);
+        assert_eq!(loaded(None, Some("gemma2")), Some("GemmaTokenizer"));
+        assert_eq!(loaded(Some("PreTrainedTokenizerFast"), Some("gemma")), None);
     }
 
     #[test]
