@@ -315,6 +315,45 @@ fn rows_of_parquet_files_are_chats() {
     assert!(error.contains("a.parquet:2: `messages[1]` has no `content`"), "{error}");
 }
 
+/// `datasets` writes fields whose type differs between rows as JSON.
+#[test]
+fn json_in_parquet_files_is_read_as_what_it_is() {
+    let schema = "message schema {
+        optional group messages (LIST) { repeated group list { optional binary element (JSON); } }
+        optional group tools (LIST) { repeated group list { optional group element {
+            optional binary name (UTF8); optional binary parameters (JSON); optional binary broken (JSON);
+        } } }
+    }";
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let mut out = Vec::new();
+    let mut writer = SerializedFileWriter::new(&mut out, schema, Arc::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let messages = [
+        "{\"role\": \"user\",\n \"content\": \"a\"}",
+        r#"{"role": "assistant", "content": [{"type": "text", "text": "b"}]}"#,
+    ];
+    let columns: [(&[&str], i16); 4] =
+        [(&messages, 3), (&["f"], 4), (&[r#"{"z": 1, "a": [null]}"#], 4), (&["{"], 4)];
+    for (values, depth) in columns {
+        let mut column = group.next_column().unwrap().unwrap();
+        let values: Vec<ByteArray> = values.iter().map(|value| ByteArray::from(*value)).collect();
+        let repetitions: Vec<i16> = (0..values.len()).map(|index| i16::from(index > 0)).collect();
+        let typed = column.typed::<ByteArrayType>();
+        typed.write_batch(&values, Some(&vec![depth; values.len()]), Some(&repetitions)).unwrap();
+        column.close().unwrap();
+    }
+    group.close().unwrap();
+    writer.close().unwrap();
+    let mut prepared = Prepared::new("a.parquet", out);
+    let template = prepared.dir.path().join("template");
+    fs_err::write(&template, format!("{{{{ tools }}}}{TEMPLATE}")).unwrap();
+    let templates = Templates::find("bytes", Some(&template)).unwrap();
+    prepared.options.chat = Some(ChatOptions { templates, max_tokens: None });
+    let (manifest, _) = prepared.run().unwrap();
+    let tools = "[{'name': 'f', 'parameters': {'z': 1, 'a': [None]}, 'broken': '{'}]";
+    assert_eq!(prepared.texts(&manifest.train), [format!("{tools}user:a\nassistant:B\n")]);
+}
+
 #[test]
 fn images_beside_chats_in_parquet_files_are_refused() {
     let schema = "message schema { optional binary prompt (UTF8); optional binary completion (UTF8);

@@ -6,11 +6,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parquet::basic::{Compression, LogicalType, Type as Physical};
+use parquet::basic::{Compression, ConvertedType, LogicalType, Type as Physical};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
 use parquet::record::{Field, Row};
 use parquet::schema::types::{Type, TypePtr};
+use serde::de::IgnoredAny;
 use serde_json::Value;
 
 use super::rows::{column_index, lines, quote};
@@ -36,10 +37,10 @@ pub(super) fn objects(
         }
         Ok(wanted)
     };
-    rows(path, select, read, |row, line| {
-        let fields = row.get_column_iter().map(|(name, field)| {
+    rows(path, select, read, |row, types, line| {
+        let fields = members(row, types).map(|(name, field, kind)| {
             let is_media = media.contains(&name.as_str());
-            (name, if is_media && has_value(field) { &Field::Bool(true) } else { field })
+            (name, if is_media && has_value(field) { &Field::Bool(true) } else { field }, kind)
         });
         object(fields, line)
     })
@@ -69,7 +70,7 @@ pub(super) fn column(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::Re
         }
         Ok(vec![field.clone()])
     };
-    rows(path, select, read, |row, line| {
+    rows(path, select, read, |row, _, line| {
         match row.get_column_iter().next().map(|(_, field)| field) {
             Some(Field::Str(text)) => quote(text.as_bytes(), line),
             Some(Field::Bytes(text)) => quote(text.data(), line),
@@ -84,7 +85,7 @@ fn rows(
     path: &Path,
     select: impl FnOnce(&[TypePtr]) -> io::Result<Vec<TypePtr>>,
     read: &Arc<AtomicU64>,
-    write: impl Fn(&Row, &mut Vec<u8>) -> io::Result<()> + 'static,
+    write: impl Fn(&Row, &[TypePtr], &mut Vec<u8>) -> io::Result<()> + 'static,
 ) -> io::Result<Box<dyn Read>> {
     let file = File::open(path)?;
     let reader = catch(|| SerializedFileReader::new(file))?.map_err(io::Error::other)?;
@@ -96,7 +97,7 @@ fn rows(
             format!("it is compressed with {name}, which is not supported; write it with zstd or snappy");
         return Err(io::Error::new(io::ErrorKind::InvalidInput, other));
     }
-    let projection = Type::group_type_builder(schema.name()).with_fields(selected).build();
+    let projection = Type::group_type_builder(schema.name()).with_fields(selected.clone()).build();
     let count = reader.metadata().file_metadata().num_rows().max(1).unsigned_abs();
     let rows = RowIter::from_file_into(Box::new(reader));
     let mut rows = rows.project(Some(projection.map_err(io::Error::other)?)).map_err(io::Error::other)?;
@@ -106,7 +107,7 @@ fn rows(
             read.store(bytes, Ordering::Relaxed);
             return Ok(false);
         };
-        write(&next.map_err(io::Error::other)?, line)?;
+        write(&next.map_err(io::Error::other)?, &selected, line)?;
         // The position of a row in the file is unknown: for progress, all rows count the same.
         row += 1;
         read.store(share(bytes, row, count), Ordering::Relaxed);
@@ -132,32 +133,66 @@ fn share(bytes: u64, row: u64, rows: u64) -> u64 {
     u64::try_from(u128::from(bytes) * u128::from(row.min(rows)) / u128::from(rows)).unwrap_or(bytes)
 }
 
+/// Returns the fields of a row, each with its type.
+fn members<'a>(
+    row: &'a Row,
+    types: &'a [TypePtr],
+) -> impl Iterator<Item = (&'a String, &'a Field, Option<&'a Type>)> {
+    let of = |name: &str| types.iter().find(|kind| kind.name() == name).map(AsRef::as_ref);
+    row.get_column_iter().map(move |(name, field)| (name, field, of(name)))
+}
+
+/// Returns the types of the members of a group.
+fn children(kind: Option<&Type>) -> &[TypePtr] {
+    kind.filter(|kind| kind.is_group()).map_or(&[], Type::get_fields)
+}
+
+/// Returns the type of the elements of a list. Old writers leave out the group around an element.
+fn element(list: Option<&Type>) -> Option<&Type> {
+    let repeated = children(list).first()?.as_ref();
+    let has_group = repeated.name() != "array" && !repeated.name().ends_with("_tuple");
+    match children(Some(repeated)) {
+        [only] if has_group => Some(only),
+        _ => Some(repeated),
+    }
+}
+
+/// Returns whether strings of this type contain JSON, as those of the feature `Json` of Hugging Face's `datasets` do.
+fn is_json(kind: Option<&Type>) -> bool {
+    kind.map(Type::get_basic_info).is_some_and(|info| {
+        info.logical_type_ref() == Some(&LogicalType::Json) || info.converted_type() == ConvertedType::JSON
+    })
+}
+
 /// Writes an object. Every row has all fields of the schema, so those without a value are left out.
-fn object<'a>(fields: impl Iterator<Item = (&'a String, &'a Field)>, out: &mut Vec<u8>) -> io::Result<()> {
+fn object<'a>(
+    fields: impl Iterator<Item = (&'a String, &'a Field, Option<&'a Type>)>,
+    out: &mut Vec<u8>,
+) -> io::Result<()> {
     out.push(b'{');
     let mut first = true;
-    for (name, field) in fields.filter(|(_, field)| !matches!(field, Field::Null)) {
+    for (name, field, kind) in fields.filter(|(_, field, _)| !matches!(field, Field::Null)) {
         if !std::mem::take(&mut first) {
             out.push(b',');
         }
         write(&Value::from(name.as_str()), out)?;
         out.push(b':');
-        json(field, out)?;
+        json(field, kind, out)?;
     }
     out.push(b'}');
     Ok(())
 }
 
-fn json(field: &Field, out: &mut Vec<u8>) -> io::Result<()> {
+fn json(field: &Field, kind: Option<&Type>, out: &mut Vec<u8>) -> io::Result<()> {
     let value = match field {
-        Field::Group(row) => return object(row.get_column_iter(), out),
+        Field::Group(row) => return object(members(row, children(kind)), out),
         Field::ListInternal(list) => {
             out.push(b'[');
             for (index, element) in list.elements().iter().enumerate() {
                 if index > 0 {
                     out.push(b',');
                 }
-                json(element, out)?;
+                json(element, self::element(kind), out)?;
             }
             out.push(b']');
             return Ok(());
@@ -167,9 +202,15 @@ fn json(field: &Field, out: &mut Vec<u8>) -> io::Result<()> {
                 Field::Str(text) => text.clone(),
                 other => other.to_string(),
             };
+            let value_type = children(kind).first().and_then(|pair| Some(&**children(Some(pair)).get(1)?));
             let pairs: Vec<(String, &Field)> =
                 map.entries().iter().map(|(key, value)| (name(key), value)).collect();
-            return object(pairs.iter().map(|(key, value)| (key, *value)), out);
+            return object(pairs.iter().map(|(key, value)| (key, *value, value_type)), out);
+        }
+        // A row is a line. Strings of JSON have no line ends.
+        Field::Str(text) if is_json(kind) && serde_json::from_str::<IgnoredAny>(text).is_ok() => {
+            out.extend(text.bytes().map(|byte| if matches!(byte, b'\n' | b'\r') { b' ' } else { byte }));
+            return Ok(());
         }
         Field::Str(text) => Value::from(text.as_str()),
         Field::Bytes(bytes) => Value::from(bytes.as_utf8().map_err(io::Error::other)?),
@@ -219,7 +260,7 @@ mod tests {
             (Field::Float(f32::NAN), "NaN"),
         ] {
             let mut out = Vec::new();
-            json(&field, &mut out).unwrap();
+            json(&field, None, &mut out).unwrap();
             assert_eq!(String::from_utf8(out).unwrap(), expected);
         }
     }
