@@ -32,6 +32,7 @@ pub(crate) const CHAT_COLUMNS: &[&str] = &[
     "tools",
     "functions",
     "system",
+    "system_prompt",
     "label",
     "chat_template_kwargs",
 ];

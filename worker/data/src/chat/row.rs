@@ -78,11 +78,12 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
                     of a template: --chat-template FILE with `{% set enable_thinking = false %}`"
             .into());
     }
+    let system = field("system").or_else(|| field("system_prompt"));
     if let Some(list) = field("messages") {
-        return chat(with_system(trained(&list, "messages")?, field("system"))?, tools, 0);
+        return chat(with_system(trained(&list, "messages")?, system)?, tools, 0);
     }
     if let Some(list) = field("conversations") {
-        return chat(with_system(conversations(&list)?, field("system"))?, tools, 0);
+        return chat(with_system(conversations(&list)?, system)?, tools, 0);
     }
     match (field("prompt"), field("completion"), field("text")) {
         // As in the rows of TRL's KTO trainer.
@@ -91,7 +92,7 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
              --on-error"
                 .into(),
         ),
-        (Some(prompt), Some(completion), _) => pair(&prompt, &completion, tools),
+        (Some(prompt), Some(completion), _) => pair(&prompt, &completion, system, tools),
         (Some(_), None, _) => Err("the row has a `prompt`, but no `completion`".into()),
         (None, Some(_), _) => Err("the row has a `completion`, but no `prompt`".into()),
         (None, None, Some(text)) => {
@@ -113,6 +114,11 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
 /// Returns a field that has a value.
 fn field(value: &Value, name: &str) -> Option<Value> {
     value.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
+}
+
+/// Returns the kind of a value with an article, for messages.
+fn kind(value: &Value) -> String {
+    if value.is_none() { "null".into() } else { format!("a {}", value.kind()) }
 }
 
 /// Returns the names of fields that have a value.
@@ -169,21 +175,25 @@ fn tools(value: Option<Value>) -> Result<Value, String> {
     let schemas = value.try_iter().map_err(|error| error.to_string())?;
     match schemas.enumerate().find(|(_, schema)| schema.kind() != ValueKind::Map) {
         None => Ok(value),
-        Some((index, other)) => Err(format!(
-            "`tools[{index}]` is a {}; expected an object with the schema of a tool",
-            other.kind()
-        )),
+        Some((index, other)) => {
+            Err(format!("`tools[{index}]` is {}; expected an object with the schema of a tool", kind(&other)))
+        }
     }
 }
 
-fn pair(prompt: &Value, completion: &Value, tools: Value) -> Result<Row, String> {
+fn pair(prompt: &Value, completion: &Value, system: Option<Value>, tools: Value) -> Result<Row, String> {
     match (prompt.as_str(), completion.as_str()) {
         (Some(_), Some("")) => Err("`completion` is empty".into()),
+        (Some(_), Some(_)) if system.as_ref().is_some_and(Value::is_true) || tools.is_true() => Err(
+            "`system` and `tools` are not read beside a `prompt` that is a string\nhelp: write `prompt` and \
+                 `completion` as lists of messages, or remove them"
+                .into(),
+        ),
         (Some(prompt), Some(completion)) => {
             Ok(Row::Completion { prompt: prompt.into(), completion: completion.into() })
         }
         (None, None) => {
-            let mut all = messages(prompt, "prompt")?;
+            let mut all = with_system(messages(prompt, "prompt")?, system)?;
             let (count, answer) = (all.len(), trained(completion, "completion")?);
             if answer.is_empty() {
                 return Err("`completion` is empty".into());
@@ -265,7 +275,7 @@ fn trained(list: &Value, name: &str) -> Result<Vec<Value>, String> {
 /// Checks messages. Keys without a value are left out, as `transformers` does.
 pub(crate) fn messages(list: &Value, name: &str) -> Result<Vec<Value>, String> {
     if list.kind() != ValueKind::Seq {
-        return Err(format!("`{name}` is a {}; expected a list of messages", list.kind()));
+        return Err(format!("`{name}` is {}; expected a list of messages", kind(list)));
     }
     let list = list.try_iter().map_err(|error| error.to_string())?;
     list.enumerate().map(|(index, message)| self::message(&message, &format!("{name}[{index}]"))).collect()
@@ -273,7 +283,7 @@ pub(crate) fn messages(list: &Value, name: &str) -> Result<Vec<Value>, String> {
 
 fn message(message: &Value, at: &str) -> Result<Value, String> {
     if message.kind() != ValueKind::Map {
-        return Err(format!("`{at}` is a {}; expected an object with `role` and `content`", message.kind()));
+        return Err(format!("`{at}` is {}; expected an object with `role` and `content`", kind(message)));
     }
     let mut pairs = Vec::new();
     for key in message.try_iter().map_err(|error| error.to_string())? {

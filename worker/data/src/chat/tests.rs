@@ -290,6 +290,9 @@ fn rows_of_other_forms_are_chats_or_texts() {
     assert_ne!(system, first);
     for row in [
         r#"{"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}"#,
+        r#"{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}],
+            "system": "s"}"#,
+        r#"{"system_prompt": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}"#,
         r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "system": "s",
             "chat_template_kwargs": {}}"#,
         &whole.replace(r#""system": """#, r#""system": "s""#),
@@ -543,7 +546,10 @@ fn parts_of_a_row_that_would_be_lost_are_refused() {
             "`image` is not read",
         ),
         (r#"{"prompt": "a", "completion": "b", "label": false}"#.into(), "`label` is false"),
+        (r#"{"prompt": "a", "completion": "b", "system": "s"}"#.into(), "not read beside a `prompt`"),
+        (r#"{"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}"#.into(), "not read beside a `prompt`"),
         (r#"{"messages": null}"#.into(), "no field of the row has a value"),
+        (r#"{"messages": [null]}"#.into(), "`messages[0]` is null; expected an object"),
     ] {
         let error = trained_on(CHATML, &row).unwrap_err();
         assert!(error.contains(expected), "{row}: {error}");
