@@ -23,6 +23,10 @@ use super::{CheckpointError, MANIFEST, State, name, parse_optimizer_name, read};
 
 /// Name of a run's subdirectory for checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
+/// Name of the link to the newest run in the directory of a job.
+const LATEST: &str = "latest";
+/// Maximum number of runs that a message names.
+const MAX_NAMED_RUNS: usize = 3;
 /// Suffix of checkpoints that are never deleted.
 const PINNED: &str = ".keep";
 /// Suffix of checkpoints that were rejected.
@@ -137,16 +141,31 @@ pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
 }
 
 /// Returns the end of a message about a directory without a checkpoint: it names the newest run of a job's directory,
-/// or says that the directory does not exist.
+/// or of each job below it, or says that the directory does not exist.
 pub(crate) fn newest_run(dir: &Path) -> String {
-    let latest = dir.join("latest");
+    let latest = dir.join(LATEST);
+    let runs = newest_runs_below(dir);
     if latest.is_dir() {
         format!("; its newest run is {}", latest.display())
+    } else if !runs.is_empty() {
+        let names: Vec<String> =
+            runs.iter().take(MAX_NAMED_RUNS).map(|run| run.display().to_string()).collect();
+        let more = if runs.len() > names.len() { ", ..." } else { "" };
+        format!("; the newest runs of its jobs are {}{more}", names.join(", "))
     } else if dir.exists() {
         String::new()
     } else {
         ": it does not exist".into()
     }
+}
+
+/// Returns the newest run of each job whose directory is in `dir`, which then is the `job.output` of these jobs.
+fn newest_runs_below(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
+    let mut runs: Vec<PathBuf> =
+        entries.map(|job| job.path().join(LATEST)).filter(|run| run.is_dir()).collect();
+    runs.sort();
+    runs
 }
 
 /// Resolves a path given by a user: it may be a checkpoint, a directory of checkpoints, or a run. For the latter two,

@@ -123,6 +123,16 @@ fn directory_without_a_checkpoint_is_named_with_its_newest_run() {
     fs_err::create_dir(job.path().join("20260101-000000")).unwrap();
     std::os::unix::fs::symlink("20260101-000000", job.path().join("latest")).unwrap();
     assert!(error(job.path()).ends_with("/latest"), "{}", error(job.path()));
+
+    // The directory of several jobs.
+    let output = tempfile::tempdir().unwrap();
+    let named = |job: &str| format!("{}/{job}/latest", output.path().display());
+    for job in ["b", "a", "d", "c"] {
+        fs_err::create_dir_all(output.path().join(job).join("latest")).unwrap();
+    }
+    let expected =
+        format!("the newest runs of its jobs are {}, {}, {}, ...", named("a"), named("b"), named("c"));
+    assert!(error(output.path()).ends_with(&expected), "{}", error(output.path()));
 }
 
 #[test]
