@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use serde_json::{Map, Value};
-use xlaunch_data::chat::{self, Template, template_tokens};
+use xlaunch_data::chat::{self, Template, template_names, template_tokens};
 use xlaunch_data::{Tokenizer, TokenizerError};
 use xlaunch_spec::refusal::Refusal;
 
@@ -105,7 +105,14 @@ impl Settings {
             .inherited
             .as_ref()
             .ok_or("the model has no chat template, as it was trained from random weights")?;
-        let template = inherited.chat_template().ok_or("the model has no chat template")?;
+        let template = inherited.chat_template().ok_or_else(|| {
+            let names = template_names(&inherited.tokenizer_config);
+            if names.is_empty() {
+                "the model has no chat template".into()
+            } else {
+                format!("the model has no chat template of the name `default`, only `{}`", names.join("`, `"))
+            }
+        })?;
         Template::new(template, template_tokens(&inherited.tokenizer_config, &inherited.special_tokens_map))
     }
 

@@ -45,7 +45,7 @@ pub(crate) use json::parse_json;
 pub(crate) use row::MEDIA;
 pub use template::Template;
 pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};
-pub use templates::{Templates, template_of, template_tokens};
+pub use templates::{Templates, template_names, template_of, template_tokens};
 
 pub use crate::tokenizer::special_token;
 

@@ -71,7 +71,7 @@ impl Templates {
                 config_text = Some(Json::from(config.clone()).to_string());
             }
         }
-        let default = sources.default.ok_or_else(|| missing(tokenizer))?;
+        let default = sources.default.ok_or_else(|| missing(tokenizer, &template_names(&config)))?;
         let tokens = || template_tokens(&config, &special);
         let mut hashed = default.clone();
         if let Some(other) = &sources.with_tools {
@@ -122,7 +122,20 @@ pub fn template_of<'a>(config: &'a Map<String, Json>, name: &str) -> Option<&'a 
     }
 }
 
-fn missing(tokenizer: &str) -> String {
+/// Returns the names of the chat templates in `tokenizer_config.json`.
+pub fn template_names(config: &Map<String, Json>) -> Vec<&str> {
+    let list = config.get("chat_template").and_then(Json::as_array);
+    list.into_iter().flatten().filter_map(|template| template["name"].as_str()).collect()
+}
+
+fn missing(tokenizer: &str, names: &[&str]) -> String {
+    if !names.is_empty() {
+        return format!(
+            "--chat: the tokenizer {tokenizer} has no chat template of the name `default`, only `{}`\nhelp: name a \
+             file with one of them with --chat-template FILE",
+            names.join("`, `")
+        );
+    }
     format!(
         "--chat: the tokenizer {tokenizer} has no chat template: there is neither a {TEMPLATE_FILE} nor a \
          `chat_template` in a {CONFIG_FILE} beside it\nhelp: name the directory of a chat model with \
@@ -211,6 +224,11 @@ mod tests {
             Some(("plain", "tools"))
         );
         assert_eq!(config["eos_token"], "</s>");
+        let named = json!({"chat_template": [{"name": "tool_use", "template": "tools"}]});
+        let bare = tempfile::tempdir().unwrap();
+        fs_err::write(bare.path().join(CONFIG_FILE), named.to_string()).unwrap();
+        let error = Templates::find(&bare.path().display().to_string(), None).unwrap_err();
+        assert!(error.contains("no chat template of the name `default`, only `tool_use`"), "{error}");
         let only = Templates::find("bytes", Some(&dir.path().join(TEMPLATE_FILE))).unwrap();
         assert!(only.both().1.is_none());
     }
