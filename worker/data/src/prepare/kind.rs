@@ -92,6 +92,10 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
     if head.starts_with(b"\xff\xfe") {
         return Some("UTF-16 text; convert it to UTF-8");
     }
+    // The size of a module follows.
+    if head.starts_with(b"PARE") && head.get(7) == Some(&0) {
+        return Some("an encrypted Parquet file; write it without encryption");
+    }
     if head.get(8..10) == Some(b"{\"") && head.get(4..8) == Some(&[0; 4]) {
         return Some("a safetensors file");
     }
@@ -116,6 +120,7 @@ mod tests {
     fn kinds_are_recognised_by_name_and_content() {
         let kind = |name: &str, head: &[u8]| of(&Input::File(name.into()), head, false);
         assert_eq!(kind("a.txt", b"text"), Ok(Kind::Text));
+        assert_eq!(kind("a.txt", b"PARENTS and"), Ok(Kind::Text));
         assert_eq!(kind("a.JSONL.gz", b"{}"), Ok(Kind::JsonLines));
         assert_eq!(kind("a.json", b"[]"), Ok(Kind::Json));
         assert_eq!(kind("a.tsv", b"text\n"), Ok(Kind::Separated { delimiter: b'\t' }));
@@ -128,6 +133,7 @@ mod tests {
             (b"\xff\xfe\0\0h\0\0\0", "UTF-32"),
             (b"\x80\x04\x95", "pickle"),
             (b"\x10\0\0\0\0\0\0\0{\"__metadata__\"", "safetensors"),
+            (b"PARE\x55\0\0\0\x9a\x13", "encrypted Parquet"),
             (b"SQLite format 3\0", "SQLite"),
             (b"\x04\x22\x4d\x18abc", "LZ4"),
             (b"h\0e\0l\0l\0o\0", "convert UTF-16 to UTF-8"),
