@@ -13,7 +13,7 @@ use cudarc::driver::sys::{
 use cudarc::nvrtc::Ptx;
 use xlaunch_pool::DType;
 
-use super::compile::{self, Macro, Source};
+use super::compile::{self, BLOCK_THREADS, Macro, Source};
 use super::device::Device;
 use crate::error::driver_error;
 use crate::error::{EngineError, Result};
@@ -110,6 +110,12 @@ impl Launch {
     /// Launches the smallest number of blocks of `block` threads that has at least `count` threads.
     pub(crate) fn threads(count: usize, block: u32) -> Self {
         Self::blocks(count.div_ceil(block as usize), block)
+    }
+
+    /// Launches blocks of [`BLOCK_THREADS`] threads for `len` elements, `each` per thread and iteration: at most
+    /// `most`, which share the elements, and at least one. Results do not depend on blocks without elements.
+    pub(crate) fn sharing(len: usize, each: usize, most: usize) -> Self {
+        Self::blocks(len.div_ceil(BLOCK_THREADS as usize * each).clamp(1, most), BLOCK_THREADS)
     }
 
     /// Launches `count` two-dimensional blocks.

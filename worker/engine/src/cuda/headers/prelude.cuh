@@ -122,6 +122,10 @@ __device__ inline bool is_wide(const T* p, i64 len) {
     return len % 8 == 0 && (unsigned long long)p % 16 == 0;
 }
 
+// Iterates over `len` elements that `blocks` blocks share, eight per thread and iteration.
+#define FOR_EIGHT(i, len, block, blocks) \
+    for (i64 i = ((block) * (i64)blockDim.x + threadIdx.x) * 8; i < (len); i += (blocks) * (i64)blockDim.x * 8)
+
 // Exponential, reciprocal, sigmoid and tanh to the accuracy of results of type T: bf16 keeps 8 bits, for which the
 // special-function unit is accurate enough; float gets the library functions. sigmoid(x) = 1 / (1 + exp(-x)).
 template <typename T>

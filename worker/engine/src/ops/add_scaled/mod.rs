@@ -96,6 +96,6 @@ impl Op for AddTo<'_> {
         expect(x, x.dtype(), len);
         expect(y, DType::F32, len);
         // SAFETY: `x` holds `len` elements of the type in the kernel's name, `y` as many in F32.
-        unsafe { gpu.launch(name, gpu.grid_for(len), args![x, y, len]) }
+        unsafe { gpu.launch(name, gpu.grid_for(len.div_ceil(VEC)), args![x, y, len]) }
     }
 }

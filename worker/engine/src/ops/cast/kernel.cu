@@ -1,13 +1,12 @@
 // y = x between element types, rounding to nearest even. Grid-stride loops.
 
-extern "C" __global__ void cast_f32_bf16(const float* x, bf16* y, i64 len) {
+template <typename From, typename To>
+__device__ inline void cast(const From* x, To* y, i64 len) {
     pdl_wait_and_launch();
-    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < len; i += gridDim.x * (i64)blockDim.x)
-        store(y, i, x[i]);
+    bool wide = is_wide(x, len) && is_wide(y, len);
+    FOR_EIGHT(i, len, blockIdx.x, gridDim.x) store8(y, i, len, wide, load8(x, i, len, wide));
 }
 
-extern "C" __global__ void cast_bf16_f32(const bf16* x, float* y, i64 len) {
-    pdl_wait_and_launch();
-    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < len; i += gridDim.x * (i64)blockDim.x)
-        y[i] = load(x, i);
-}
+extern "C" __global__ void cast_f32_bf16(const float* x, bf16* y, i64 len) { cast(x, y, len); }
+
+extern "C" __global__ void cast_bf16_f32(const bf16* x, float* y, i64 len) { cast(x, y, len); }

@@ -5,7 +5,7 @@ use xlaunch_pool::DType;
 
 use super::{Cuda, Op};
 use crate::cpu::{Access, Threads};
-use crate::cuda::{KernelFile, args, driver_error, expect, source};
+use crate::cuda::{KernelFile, VEC, args, driver_error, expect, source};
 use crate::error::Result;
 use crate::tensor::Slice;
 
@@ -48,6 +48,6 @@ impl Op for Cast<'_> {
         };
         expect(y, y.dtype(), len);
         // SAFETY: both slices hold `len` elements of the types in the kernel's name.
-        unsafe { gpu.launch(name, gpu.grid_for(len), args![x, y, len]) }
+        unsafe { gpu.launch(name, gpu.grid_for(len.div_ceil(VEC)), args![x, y, len]) }
     }
 }

@@ -18,7 +18,7 @@ use crate::tensor::Slice;
 pub const CHECKSUM_DIGITS: usize = 4;
 /// Words per task on the CPU.
 const CHECKSUM_BLOCK: usize = 1 << 14;
-/// Blocks of the first stage on a GPU: one partial sum per block, then their sum.
+/// Most blocks of the first stage on a GPU: one partial sum per block, then their sum.
 const CHECKSUM_BLOCKS: usize = 1024;
 /// 2^64 divided by the golden ratio.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -60,11 +60,11 @@ impl Op for Checksum<'_> {
         let words = words(self.x);
         expect(self.out, DType::F32, CHECKSUM_DIGITS);
         let partials = gpu.alloc(DType::U8, CHECKSUM_BLOCKS * size_of::<u64>())?;
-        let launch = Launch::blocks(CHECKSUM_BLOCKS, BLOCK_THREADS);
+        let launch = Launch::sharing(words, 1, CHECKSUM_BLOCKS);
         // SAFETY: x holds this number of words; there is one partial sum per block.
         unsafe { gpu.launch("checksum_partials", launch, args![self.x, partials.all(), words]) }?;
-        let args = args![partials.all(), CHECKSUM_BLOCKS, self.out];
-        // SAFETY: partials holds CHECKSUM_BLOCKS sums; `out` was checked above.
+        let args = args![partials.all(), launch.grid.0, self.out];
+        // SAFETY: the first stage has written as many sums; `out` was checked above.
         unsafe { gpu.launch("checksum_final", Launch::blocks(1, BLOCK_THREADS), args) }
     }
 }

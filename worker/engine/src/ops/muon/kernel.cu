@@ -8,9 +8,7 @@ struct Piece {
     unsigned unused;
 };
 
-// The blocks with the same x share a piece or a matrix, eight elements per thread and iteration.
-#define FOR_EIGHT(i, len, block, blocks) \
-    for (i64 i = ((block) * (i64)blockDim.x + threadIdx.x) * 8; i < (len); i += (blocks) * (i64)blockDim.x * 8)
+// The blocks with the same x share a piece or a matrix.
 
 // m = momentum m + (1 - momentum) g, update = (1 - momentum) g + momentum m. With `packed`, `update` holds the packed
 // updates from `from` on, and pieces outside it have no update.

@@ -10,10 +10,10 @@ use crate::error::Result;
 use crate::ops::Cuda;
 use crate::tensor::Slice;
 
-/// Partial sums of a matrix's squared norm; at most a block has threads.
+/// Most partial sums of a matrix's squared norm; at most a block has threads.
 const NORM_PARTIALS: usize = 64;
 
-/// Returns the number of partial sums for a batch of matrices.
+/// Returns the most partial sums for a batch of matrices.
 pub(super) fn norm_partials(count: usize) -> usize {
     count * NORM_PARTIALS
 }
@@ -33,11 +33,12 @@ pub(super) fn orthogonalize(gpu: &Cuda, a: Orthogonalize<'_>) -> Result<()> {
         let scaled = scaled.slice(0..count * len);
         let [gram, first, second] = squares.each_ref().map(|square| square.slice(0..count * side * side));
         let blocks = |parts| Launch { grid: (parts, count, 1), block: (BLOCK_THREADS, 1), shared: 0 };
+        let sums = Launch::sharing(len, VEC, NORM_PARTIALS).grid.0;
         // SAFETY: x was checked; the others were allocated with room for as many matrices.
         unsafe {
-            gpu.launch("muon_norm_partials", blocks(NORM_PARTIALS), args![x, partials.all(), len])?;
+            gpu.launch("muon_norm_partials", blocks(sums), args![x, partials.all(), len])?;
             let parts = blocks(len.div_ceil(BLOCK_THREADS as usize * VEC));
-            let args = args![x, scaled, partials.all(), NORM_PARTIALS, len, MARGIN, EPS];
+            let args = args![x, scaled, partials.all(), sums, len, MARGIN, EPS];
             gpu.launch("muon_scale", parts, args)?;
         }
         let matrices = Matrices { gpu, rows, cols, batch: Batch { count, full } };

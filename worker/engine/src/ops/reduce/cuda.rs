@@ -13,7 +13,7 @@ use crate::tensor::{Slice, Tensor};
 
 /// Number of blocks of column sums that run on a multiprocessor at once.
 const COLUMN_SUM_BLOCKS_PER_SM: usize = 4;
-/// Blocks of the first stage of a sum.
+/// Most blocks of the first stage of a sum.
 const SUM_BLOCKS: usize = 1024;
 /// Rows and columns of threads of `column_sum_final`; at most the warp size.
 const FINAL_TILE: u32 = 32;
@@ -38,30 +38,33 @@ pub(crate) fn sum(gpu: &Gpu, a: Sum<'_>) -> Result<()> {
         expect(scale, DType::F32, 1);
     }
     let partials = gpu.alloc(DType::F32, SUM_BLOCKS)?;
-    let launch = Launch::blocks(SUM_BLOCKS, BLOCK_THREADS);
+    let launch = Launch::sharing(a.x.len(), 1, SUM_BLOCKS);
+    let partials = partials.slice(0..launch.grid.0);
     // SAFETY: checked above; there is one partial sum per block.
-    unsafe { gpu.launch("sum_partials", launch, args![a.x, partials.all(), a.x.len()]) }?;
-    sum_final(gpu, &partials, a.scale, a.out, a.acc == Accumulate::Add)
+    unsafe { gpu.launch("sum_partials", launch, args![a.x, partials, a.x.len()]) }?;
+    sum_final(gpu, partials, a.scale, a.out, a.acc == Accumulate::Add)
 }
 
 pub(crate) fn squared_norm(gpu: &Gpu, a: SquaredNorm<'_>) -> Result<()> {
     expect_grad(a.x, a.x.len());
     expect(a.out, DType::F32, 1);
     let partials = gpu.alloc(DType::F32, SUM_BLOCKS)?;
-    let args = args![a.x, is_bf16(a.x), partials.all(), a.x.len()];
+    let launch = Launch::sharing(a.x.len(), VEC, SUM_BLOCKS);
+    let partials = partials.slice(0..launch.grid.0);
+    let args = args![a.x, is_bf16(a.x), partials, a.x.len()];
     // SAFETY: checked above; there is one partial sum per block.
-    unsafe { gpu.launch("squared_norm_partials", Launch::blocks(SUM_BLOCKS, BLOCK_THREADS), args) }?;
-    sum_final(gpu, &partials, Scale::Constant(1.0), a.out, false)
+    unsafe { gpu.launch("squared_norm_partials", launch, args) }?;
+    sum_final(gpu, partials, Scale::Constant(1.0), a.out, false)
 }
 
 /// `out (+)= scale * sum(partials)`.
-fn sum_final(gpu: &Gpu, partials: &Tensor, scale: Scale<'_>, out: Slice<'_>, add: bool) -> Result<()> {
+fn sum_final(gpu: &Gpu, partials: Slice<'_>, scale: Scale<'_>, out: Slice<'_>, add: bool) -> Result<()> {
     let (constant, memory) = match scale {
         Scale::Constant(scale) => (scale, None),
         Scale::Memory(scale) => (1.0, Some(scale)),
     };
-    let args = args![partials.all(), SUM_BLOCKS, constant, memory, out, add];
-    // SAFETY: partials holds SUM_BLOCKS floats; the caller has checked `out`.
+    let args = args![partials, partials.len(), constant, memory, out, add];
+    // SAFETY: the callers have allocated `partials` and checked `out`.
     unsafe { gpu.launch("sum_final", Launch::blocks(1, BLOCK_THREADS), args) }
 }
 
