@@ -230,10 +230,15 @@ fn is_in_first_half(index: usize) -> bool {
 
 /// Leaves out most repetitions among cases of attention, which take most of the time here: with bf16,
 /// [`all_variants_of_attention_match_the_cpu`] runs those of [`HOPPER_WIDTHS`]; FP32 and TF32, whose kernels differ in
-/// their multiplications alone, share the others.
+/// their multiplications alone, share the others. Half of the cases of attention over a cache, all of which run with
+/// bf16, run with FP32.
 fn without_repeats(precision: Precision, cases: Vec<Case>) -> Vec<Case> {
-    let mut attention = 0..;
+    let (mut attention, mut cached) = (0.., 0..);
     let mut is_kept = |name: &str| {
+        if name.contains(CACHED_ATTENTION) {
+            let is_first = cached.next().is_none_or(is_in_first_half);
+            return is_long() || precision != Precision::Fp32 || is_first;
+        }
         if is_long() || !name.contains(ATTENTION) {
             return true;
         }
@@ -270,6 +275,7 @@ fn gated_activations_in_gemms_match_the_cpu() {
 
 /// Cases of attention.
 const ATTENTION: &str = "attention AttentionShape";
+const CACHED_ATTENTION: &str = "cached attention";
 
 /// Head widths of the kernels for compute capability 9.0. The last two have nothing that others do not have, and run
 /// with `XLAUNCH_TEST_LONG=1`.
