@@ -285,7 +285,7 @@ const MISTAKES: &[Mistake] = &[
         DIFFERS,
     ),
     mistake(
-        "cast/kernel.cu", "i += gridDim.x * (i64)blockDim.x", "i += blockDim.x", Bf16, "glu 67 x 44 Silu", WRITE_RACE,
+        "cast/kernel.cu", "blockIdx.x, gridDim.x)", "blockIdx.x, 1)", Bf16, "glu 67 x 44 Silu", WRITE_RACE,
     ),
     // Wrong bounds, and offsets that exceed them.
     mistake("glu/kernel.cu", "first + i >= rows", "first + i > rows", Fp32, "glu 67 x 44 Silu", UNWRITTEN),
