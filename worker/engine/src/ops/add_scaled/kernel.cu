@@ -24,7 +24,6 @@ extern "C" __global__ void add_scaled(const ACT* x, const ACT* y, ACT* out, i64 
 // y += x in float. Grid-stride loops.
 template <typename T>
 __device__ inline void add_to(const T* x, float* y, i64 len) {
-    pdl_wait_and_launch();
     bool wide = is_wide(x, len) && is_wide(y, len);
     FOR_EIGHT(i, len, blockIdx.x, gridDim.x) {
         Vec8 a = load8(x, i, len, wide), sum = load8(y, i, len, wide);
@@ -34,6 +33,12 @@ __device__ inline void add_to(const T* x, float* y, i64 len) {
     }
 }
 
-extern "C" __global__ void add_f32(const float* x, float* y, i64 len) { add_to(x, y, len); }
+extern "C" __global__ void add_f32(const float* x, float* y, i64 len) {
+    pdl_wait_and_launch();
+    add_to(x, y, len);
+}
 
-extern "C" __global__ void add_bf16(const bf16* x, float* y, i64 len) { add_to(x, y, len); }
+extern "C" __global__ void add_bf16(const bf16* x, float* y, i64 len) {
+    pdl_wait_and_launch();
+    add_to(x, y, len);
+}
