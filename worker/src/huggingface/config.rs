@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use xlaunch_spec::model::{Arch, ModelShape, Positions, RopeScaling};
 
 use super::ModelError;
-use super::families::{FAMILIES, Family};
+use super::families::Family;
 use super::key::nearly_equal;
 use super::keys::Keys;
 use super::without_effect::{FURTHER_BLOCKS, IS_CAUSAL, QUANTIZATION, WITHOUT_EFFECT};
@@ -117,7 +117,7 @@ pub(crate) fn family_for(shape: &ModelShape) -> Result<&'static Family, (&'stati
     match unrepresented(own, shape) {
         None => Ok(own),
         Some(difference) => {
-            FAMILIES.iter().find(|family| unrepresented(family, shape).is_none()).ok_or(difference)
+            Family::all().find(|family| unrepresented(family, shape).is_none()).ok_or(difference)
         }
     }
 }

@@ -16,7 +16,10 @@ pub(super) struct Field<T> {
 /// Names a field of a shape.
 macro_rules! field {
     ($name:ident) => {
-        Field { key: concat!("model.", stringify!($name)), of: |shape| &mut shape.$name }
+        $crate::huggingface::key::Field {
+            key: concat!("model.", stringify!($name)),
+            of: |shape| &mut shape.$name,
+        }
     };
 }
 pub(super) use field;

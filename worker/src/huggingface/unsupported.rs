@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::families::{FAMILIES, Family};
+use super::families::Family;
 
 const EXPERTS: &str = "its mixture of experts is another architecture";
 const LINEAR: &str = "it has linear attention";
@@ -72,7 +72,7 @@ const REASONS: &[(&str, &str, &str)] = &[
 
 /// Returns why the type of a `config.json` is refused, and what is supported instead.
 pub(super) fn reason(config: &Map<String, Value>) -> String {
-    let supported: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
+    let supported: Vec<&str> = Family::all().map(|family| family.model_type).collect();
     let supported = supported.join(", ");
     let Some(model_type) = config.get("model_type").and_then(Value::as_str) else {
         return format!("it must be one of {supported}");

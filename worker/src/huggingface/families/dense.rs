@@ -1,156 +1,23 @@
-//! Families of Hugging Face's models: one table per family of the keys of `config.json`. Defaults are those of the
-//! `transformers` library.
-//!
-//! A family's [`base`](xlaunch_spec::model::Arch::base) has what none of its keys can change.
+//! Families without experts.
 
-use serde_json::{Map, Value};
-use xlaunch_spec::model::{Arch, ModelShape, Parallel};
+use xlaunch_spec::model::{Arch, Parallel};
 
-use super::key::Meaning::{
-    Activation, Cap, Derived, Flag, Implied, Nullable, Number, Only, Parallel as SideBySide, Positive,
-    QkNorm, QueryScalar, QueryScale, Reciprocal, SharedWidth, Size, Unused,
+use super::Family;
+use super::shared::{
+    ACT, ATTENTION_BIAS, CAUSAL, GELU_TANH, GROUPED, LLAMA_FAMILY, MLP_BIAS, NO_QK_LAYERNORM,
+    ONE_KV_HEAD_EACH, WHOLE_WIDTH, eps, grouped, heads_of_width, kv_heads_or_heads, logit_cap, sizes, tied,
+    use_bias,
 };
-use super::key::{Field, Key, field};
-use super::layers::Windows;
-use super::rope::{ROPE, Rope, Scalings};
-use super::scaling;
-use super::tensor_names::{self as names, Names};
-use super::without_effect::{FURTHER_BLOCKS, QUANTIZATION};
-
-/// A family of models.
-#[derive(Debug)]
-pub(crate) struct Family {
-    pub(super) arch: Arch,
-    /// Value of `model_type`.
-    pub(super) model_type: &'static str,
-    /// Name for people.
-    pub(super) title: &'static str,
-    /// The library's class.
-    pub(super) class: &'static str,
-    /// Keys in the order in which they are read.
-    pub(super) keys: &'static [&'static [Key]],
-    pub(super) windows: Windows,
-    /// Rotary embedding; `None` for learned positions.
-    pub(super) rope: Option<Rope>,
-    /// Some blocks have no rotation.
-    pub(super) still_blocks: bool,
-    /// Keys without effect on results, in addition to [`WITHOUT_EFFECT`](super::without_effect::WITHOUT_EFFECT).
-    pub(super) without_effect: &'static [&'static str],
-    /// The library's class refuses a width that is not a multiple of the number of heads.
-    pub(super) divided: bool,
-    pub(crate) names: &'static Names,
-}
-
-impl Family {
-    /// Returns the table of a family.
-    pub(crate) fn of(arch: Arch) -> &'static Self {
-        FAMILIES.iter().find(|family| family.arch == arch).unwrap_or(&FAMILIES[0])
-    }
-
-    /// Returns the table of the type that a `config.json` names.
-    pub(super) fn named(config: &Map<String, Value>) -> Option<&'static Self> {
-        let model_type = config.get("model_type")?.as_str()?;
-        FAMILIES.iter().find(|family| family.model_type == model_type)
-    }
-
-    /// Returns all keys with a meaning of their own.
-    pub(super) fn keys(&self) -> impl Iterator<Item = &'static Key> {
-        self.keys.iter().copied().flatten()
-    }
-}
-
-/// Sizes of most families: defaults of vocabulary, width, feed-forward width, blocks, heads and positions.
-const fn sizes([vocab, dim, ffn, layers, heads, seq]: [usize; 6]) -> [Key; 6] {
-    [
-        Key("vocab_size", Size(field!(vocab), vocab)),
-        Key("hidden_size", Size(field!(dim), dim)),
-        Key("intermediate_size", Size(field!(ffn), ffn)),
-        Key("num_hidden_layers", Size(field!(layers), layers)),
-        Key("num_attention_heads", Size(field!(heads), heads)),
-        Key("max_position_embeddings", Size(field!(seq), seq)),
-    ]
-}
-
-/// Key heads and their width. Without a default, they follow from the heads.
-const KV_HEADS: Key = Key("num_key_value_heads", Derived(field!(kv_heads), |shape| shape.heads));
-const HEAD_DIM: Key = Key("head_dim", Derived(field!(head_dim), divided_width));
-const GROUPED: [Key; 2] = [KV_HEADS, HEAD_DIM];
-
-/// Same, where they always follow from the heads.
-const ONE_KV_HEAD_EACH: Key = Key("num_key_value_heads", Implied(field!(kv_heads), |shape| shape.heads));
-const WHOLE_WIDTH: Key = Key("head_dim", Implied(field!(head_dim), divided_width));
-
-const fn kv_heads_or_heads(kv_heads: usize) -> Key {
-    Key("num_key_value_heads", Nullable(field!(kv_heads), kv_heads, |shape| shape.heads))
-}
-
-const fn grouped(kv_heads: usize) -> [Key; 2] {
-    [kv_heads_or_heads(kv_heads), HEAD_DIM]
-}
-
-/// Heads of this width, which follows from their number only if it is `null`.
-const fn heads_of_width(kv_heads: usize, width: usize) -> [Key; 2] {
-    [kv_heads_or_heads(kv_heads), Key("head_dim", Nullable(field!(head_dim), width, divided_width))]
-}
-
-fn divided_width(shape: &ModelShape) -> usize {
-    shape.dim.checked_div(shape.heads).unwrap_or_default()
-}
-
-const fn eps(name: &'static str, default: f64) -> Key {
-    Key(name, Number(field!(norm_eps), default))
-}
-
-const fn tied(default: bool) -> Key {
-    Key("tie_word_embeddings", Flag(field!(tied), default))
-}
-
-const ACT: Key = Key("hidden_act", Activation);
-/// Biases of all four matrices of attention.
-const ATTENTION_BIAS: [Key; 2] = [
-    Key("attention_bias", Flag(field!(qkv_bias), false)),
-    Key("attention_bias", Flag(field!(attention_bias), false)),
-];
-const MLP_BIAS: Key = Key("mlp_bias", Flag(field!(mlp_bias), false));
-
-/// One key for the biases of attention and of feed-forward layers.
-const fn use_bias(default: bool) -> [Key; 3] {
-    [
-        Key("use_bias", Flag(field!(qkv_bias), default)),
-        Key("use_bias", Flag(field!(attention_bias), default)),
-        Key("use_bias", Flag(field!(mlp_bias), default)),
-    ]
-}
-
-const GELU_TANH: &[&str] = &["\"gelu_pytorch_tanh\"", "\"gelu_new\"", "\"gelu\""];
-const CAUSAL: Key = Key("use_bidirectional_attention", Only(&["false"]));
-const NO_QK_LAYERNORM: Key = Key("qk_layernorm", Only(&["false"]));
-
-const fn logit_cap(default: f64) -> Key {
-    Key("final_logit_softcapping", Cap(field!(logit_softcap), default))
-}
-
-/// Keys and names that most families share.
-const LLAMA_FAMILY: Family = Family {
-    arch: Arch::Llama,
-    model_type: "llama",
-    title: "Llama",
-    class: "LlamaForCausalLM",
-    keys: &[
-        &sizes([32000, 4096, 11008, 32, 32, 2048]),
-        &GROUPED,
-        &[eps("rms_norm_eps", 1e-6), tied(false), ACT, MLP_BIAS],
-        &ATTENTION_BIAS,
-    ],
-    windows: Windows::None,
-    rope: Some(ROPE),
-    still_blocks: false,
-    without_effect: &["is_llama_config", "max_sequence_length"],
-    divided: true,
-    names: &names::LLAMA,
+use crate::huggingface::key::Meaning::{
+    Activation, Cap, Derived, Flag, Number, Only, Parallel as SideBySide, QueryScalar, QueryScale,
+    Reciprocal, Size, Unused,
 };
+use crate::huggingface::key::{Key, field};
+use crate::huggingface::layers::Windows;
+use crate::huggingface::rope::{ROPE, Rope, Scalings};
+use crate::huggingface::tensor_names as names;
 
-pub(super) static FAMILIES: [Family; 30] = [
+pub(super) static DENSE: [Family; 24] = [
     LLAMA_FAMILY,
     Family {
         arch: Arch::Gpt2,
@@ -561,193 +428,7 @@ pub(super) static FAMILIES: [Family; 30] = [
         divided: false,
         ..LLAMA_FAMILY
     },
-    Family {
-        arch: Arch::Mixtral,
-        model_type: "mixtral",
-        title: "Mixtral",
-        class: "MixtralForCausalLM",
-        keys: &[
-            &sizes([32000, 4096, 14336, 32, 32, 4096 * 32]),
-            &grouped(8),
-            &[
-                eps("rms_norm_eps", 1e-5),
-                tied(false),
-                ACT,
-                Key("num_local_experts", Size(field!(experts), 8)),
-                experts_per_token(2),
-                Key("router_jitter_noise", Only(&["0.0"])),
-                NO_ROUTER_LOGITS,
-            ],
-        ],
-        windows: Windows::All(None),
-        rope: Some(Rope { theta: ("rope_theta", 1e6), ..ROPE }),
-        without_effect: &[AUX_LOSS],
-        divided: false,
-        names: &names::MIXTRAL,
-        ..LLAMA_FAMILY
-    },
-    Family {
-        arch: Arch::Olmoe,
-        model_type: "olmoe",
-        title: "OLMoE",
-        class: "OlmoeForCausalLM",
-        keys: &[
-            &sizes([50304, 2048, 2048, 16, 16, 4096]),
-            &[
-                kv_heads_or_heads(16),
-                WHOLE_WIDTH,
-                eps("rms_norm_eps", 1e-5),
-                tied(false),
-                ACT,
-                Key("num_experts", Size(field!(experts), 64)),
-                experts_per_token(8),
-                NORMALISE,
-                Key("clip_qkv", Only(&["null"])),
-                NO_ROUTER_LOGITS,
-            ],
-            &ATTENTION_BIAS,
-        ],
-        without_effect: &[AUX_LOSS],
-        names: &names::EXPERT_MATRICES,
-        ..LLAMA_FAMILY
-    },
-    Family {
-        arch: Arch::Qwen3Moe,
-        model_type: "qwen3_moe",
-        title: "Qwen3-MoE",
-        class: "Qwen3MoeForCausalLM",
-        keys: &[
-            &sizes([151_936, 2048, 6144, 24, 32, 32768]),
-            &grouped(4),
-            &[
-                eps("rms_norm_eps", 1e-6),
-                tied(false),
-                ACT,
-                Key("moe_intermediate_size", Size(field!(expert_ffn), 768)),
-                // Version 5 of the library writes the second name.
-                Key("num_experts", Size(field!(experts), 128)),
-                Key("num_local_experts", Derived(field!(experts), |shape| shape.experts)),
-                experts_per_token(8),
-                NORMALISE,
-                Key("decoder_sparse_step", Only(&["1"])),
-                Key("use_sliding_window", Only(&["false"])),
-                NO_ROUTER_LOGITS,
-            ],
-            &ATTENTION_BIAS,
-        ],
-        without_effect: &[AUX_LOSS, "sliding_window", "max_window_layers"],
-        divided: false,
-        names: &names::EXPERT_MATRICES,
-        ..LLAMA_FAMILY
-    },
-    Family {
-        arch: Arch::Qwen2Moe,
-        model_type: "qwen2_moe",
-        title: "Qwen2-MoE",
-        class: "Qwen2MoeForCausalLM",
-        keys: &[
-            &sizes([151_936, 2048, 5632, 24, 16, 32768]),
-            &grouped(16),
-            &[
-                eps("rms_norm_eps", 1e-6),
-                tied(false),
-                ACT,
-                Key("moe_intermediate_size", Size(field!(expert_ffn), 1408)),
-                Key("shared_expert_intermediate_size", SharedWidth(5632)),
-                Key("num_experts", Size(field!(experts), 60)),
-                Key("num_local_experts", Derived(field!(experts), |shape| shape.experts)),
-                experts_per_token(4),
-                NORMALISE,
-                Key("qkv_bias", Flag(field!(qkv_bias), true)),
-                Key("decoder_sparse_step", Only(&["1"])),
-                Key("use_sliding_window", Only(&["false"])),
-                NO_ROUTER_LOGITS,
-            ],
-        ],
-        windows: Windows::Switched(4096),
-        without_effect: &[AUX_LOSS],
-        divided: false,
-        names: &names::QWEN2_MOE,
-        ..LLAMA_FAMILY
-    },
-    Family {
-        arch: Arch::Glm4Moe,
-        model_type: "glm4_moe",
-        title: "GLM-4.5",
-        class: "Glm4MoeForCausalLM",
-        keys: &[
-            &sizes([151_552, 4096, 10944, 46, 96, 131_072]),
-            &grouped(8),
-            &[
-                eps("rms_norm_eps", 1e-5),
-                tied(false),
-                ACT,
-                Key("attention_bias", Flag(field!(qkv_bias), false)),
-                Key("use_qk_norm", QkNorm(false)),
-                Key("moe_intermediate_size", Size(field!(expert_ffn), 1408)),
-                Key("n_shared_experts", Size(field!(shared_experts), 1)),
-                Key("n_routed_experts", Size(field!(experts), 128)),
-                Key("num_local_experts", Derived(field!(experts), |shape| shape.experts)),
-                experts_per_token(8),
-                Key("norm_topk_prob", Flag(field!(normalise), true)),
-                Key("routed_scaling_factor", Number(field!(routed_scale), 1.0)),
-                Key("first_k_dense_replace", Size(field!(dense_layers), 1)),
-                Key("n_group", Only(&["1"])),
-                Key("topk_group", Only(&["1"])),
-                // Blocks that predict further tokens, which the library's class does not read either.
-                Key(FURTHER_BLOCKS, Unused("0")),
-                NO_ROUTER_LOGITS,
-            ],
-        ],
-        rope: Some(Rope { fraction: Some(("partial_rotary_factor", 0.5)), ..ROPE }),
-        without_effect: &[AUX_LOSS, "num_mtp_layers"],
-        divided: false,
-        names: &names::GLM4_MOE,
-        ..LLAMA_FAMILY
-    },
-    Family {
-        arch: Arch::GptOss,
-        model_type: "gpt_oss",
-        title: "gpt-oss",
-        class: "GptOssForCausalLM",
-        keys: &[
-            &sizes([201_088, 2880, 2880, 36, 64, 131_072]),
-            &heads_of_width(8, 64),
-            &[
-                eps("rms_norm_eps", 1e-5),
-                tied(false),
-                // The library's class has its own function, whatever this key says.
-                Key("hidden_act", Only(&["\"silu\""])),
-                Key("swiglu_alpha", Only(&["1.702"])),
-                Key("swiglu_limit", Positive(field!(glu_limit), 7.0)),
-                Key("num_local_experts", Size(field!(experts), 128)),
-                experts_per_token(4),
-                Key("attention_bias", Flag(field!(qkv_bias), true)),
-                Key("attention_bias", Flag(field!(attention_bias), true)),
-                NO_ROUTER_LOGITS,
-            ],
-        ],
-        windows: Windows::Pattern(128, 2),
-        rope: Some(Rope {
-            theta: ("rope_theta", 1.5e5),
-            default_scaling: scaling::default_of_gpt_oss,
-            ..ROPE
-        }),
-        without_effect: &[AUX_LOSS, "experts_per_token", "initial_context_length", QUANTIZATION],
-        divided: false,
-        names: &names::GPT_OSS,
-        ..LLAMA_FAMILY
-    },
 ];
-
-const fn experts_per_token(default: usize) -> Key {
-    Key("num_experts_per_tok", Size(field!(experts_per_token), default))
-}
-
-const NORMALISE: Key = Key("norm_topk_prob", Flag(field!(normalise), false));
-const NO_ROUTER_LOGITS: Key = Key("output_router_logits", Only(&["false"]));
-/// Factor of a loss in training, which is a key of `[train]` here.
-const AUX_LOSS: &str = "router_aux_loss_coef";
 
 const MISTRAL_KEYS: &[&[Key]] = &[
     &sizes([32000, 4096, 14336, 32, 32, 4096 * 32]),
@@ -767,6 +448,7 @@ const GLM_KEYS: &[&[Key]] = &[
     &heads_of_width(2, 128),
     &[eps("rms_norm_eps", 1.5625e-7), tied(false), ACT, Key("attention_bias", Flag(field!(qkv_bias), true))],
 ];
+
 const GLM_ROPE: Option<Rope> = Some(Rope { fraction: Some(("partial_rotary_factor", 0.5)), ..ROPE });
 
 const GEMMA_KEYS: [Key; 5] = [
