@@ -1,8 +1,8 @@
 //! Low-rank adapters (LoRA) of frozen linear layers: forward and backward.
 //!
 //! ```text
-//! forward    z  = s x A^T        y_m  += z_m B_m^T
-//! backward   dB_m = dy_m^T z_m   dz_m  = s dy_m B_m   dA = dz^T x   dx += dz A
+//! forward    z  = s x A^T        y_m  (+)= z_m B_m^T
+//! backward   dB_m = dy_m^T z_m   dz_m  = s dy_m B_m   dA = dz^T x   dx = dz A
 //! ```
 //! A layer may have several modules m, such as queries, keys and values: `y_m` are a module's columns of the output,
 //! and `z_m` its R columns of z. All modules read the same x, so one GEMM computes z, and one each dA and dx. z is
@@ -34,29 +34,31 @@ impl Model {
         layers.map(|layer| self.adapter_width(layer)).max().unwrap_or(0)
     }
 
-    /// Adds the outputs of a layer's adapter, if it has one, to those of the layer.
-    pub(super) fn add_adapter(
+    /// Computes the outputs of a layer's adapter, if it has one, or adds them to those of the layer.
+    pub(super) fn adapter_forward(
         &self,
         shape: LinearShape,
         layer: &Linear,
         x: Slice<'_>,
         y: Slice<'_>,
+        acc: Accumulate,
     ) -> Result<()> {
         if layer.adapter.is_none() {
             return Ok(());
         }
         let z = self.activation(shape.rows * self.adapter_width(layer))?;
-        self.add_adapter_with(shape, layer, x, z.all(), y)
+        self.adapter_forward_with(shape, layer, x, z.all(), y, acc)
     }
 
-    /// Same as [`add_adapter`](Self::add_adapter), with memory for z.
-    pub(super) fn add_adapter_with(
+    /// Same as [`adapter_forward`](Self::adapter_forward), with memory for z.
+    pub(super) fn adapter_forward_with(
         &self,
         shape: LinearShape,
         layer: &Linear,
         x: Slice<'_>,
         z: Slice<'_>,
         y: Slice<'_>,
+        acc: Accumulate,
     ) -> Result<()> {
         let Some(adapter) = &layer.adapter else { return Ok(()) };
         self.project(shape, adapter, x, z)?;
@@ -72,7 +74,7 @@ impl Model {
                 b: Matrix::new(self.adapter_param(&module.b), rank).t(),
                 factor: 1.0,
                 c: columns(y, [rows, outputs], module.outputs.start, cols),
-                acc: Accumulate::Add,
+                acc,
             })?;
         }
         Ok(())
@@ -96,15 +98,15 @@ impl Model {
         })
     }
 
-    /// Computes the gradients of a layer's adapter, if it has one, and adds its gradient of the layer's input to `dx`.
+    /// Computes the gradients of a layer's adapter, and its part of the gradient of the layer's input in `dx`.
     pub(super) fn adapter_backward(
         &self,
         args: LayerBackward<'_>,
+        adapter: &Adapter,
         [x, dy]: [&Tensor; 2],
         dx: &Tensor,
     ) -> Result<()> {
         let LayerBackward { shape, layer, grads, acc, .. } = args;
-        let Some(adapter) = &layer.adapter else { return Ok(()) };
         let LinearShape { rows, inputs, outputs } = shape;
         let ((rank, scale), width) = (self.layout.rank_and_scale(), self.adapter_width(layer));
         let [z, dz] = [self.activation(rows * width)?, self.activation(rows * width)?];
@@ -144,7 +146,7 @@ impl Model {
         let da = Matrix::new(grads.slice(adapter.a.clone()), inputs);
         let (cols, factor) = (inputs, 1.0);
         self.backend.run(Gemm { rows: width, cols, depth: rows, a: dz.t(), b: x, factor, c: da, acc })?;
-        self.backend.run(Gemm { rows, cols, depth: width, a: dz, b: a, factor, c: dx, acc: Accumulate::Add })
+        self.backend.run(Gemm { rows, cols, depth: width, a: dz, b: a, factor, c: dx, acc: overwrite })
     }
 }
 

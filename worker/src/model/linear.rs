@@ -15,9 +15,9 @@ use std::rc::Rc;
 
 use xlaunch_engine::{
     Accumulate, Activation, ActivationBackward, ActivationForward, ActivationLinearBackward, ColumnSum,
-    DType, FP8_MULTIPLE, Fp8Operand, GemmFp8, GluBackward, GluForward, GluLinearBackward,
+    DType, FP8_MULTIPLE, Fp8Operand, Gemm, GemmFp8, GluBackward, GluForward, GluLinearBackward,
     LinearActivationForward, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGluForward,
-    LinearShape, QuantizeFp8, Result, Slice, Tensor,
+    LinearShape, Matrix, QuantizeFp8, Result, Slice, Tensor,
 };
 use xlaunch_spec::model;
 
@@ -149,8 +149,19 @@ impl Model {
         match x {
             Operand::Plain(x) => {
                 let (x, w, y) = (x.all(), self.param(&layer.weight), y.all());
-                self.backend.run(LinearForward { shape, x, w, bias, y })?;
-                self.add_adapter(shape, layer, x, y)?;
+                if bias.is_none() && layer.is_adapted(shape.outputs) {
+                    let LinearShape { rows, inputs: depth, outputs: cols } = shape;
+                    self.adapter_forward(shape, layer, x, y, Accumulate::Overwrite)?;
+                    self.add_product(
+                        [rows, cols, depth],
+                        Matrix::new(x, depth),
+                        Matrix::new(w, depth).t(),
+                        y,
+                    )?;
+                } else {
+                    self.backend.run(LinearForward { shape, x, w, bias, y })?;
+                    self.adapter_forward(shape, layer, x, y, Accumulate::Add)?;
+                }
             }
             Operand::Fp8(x) => {
                 let w = self.rounded_weights(layer, shape, Use::Rows)?;
@@ -160,6 +171,19 @@ impl Model {
             }
         }
         Ok(y)
+    }
+
+    /// Adds the product of an adapted layer to the output of its adapter. The GEMM reads that while it multiplies; a
+    /// small GEMM that adds the adapter's output afterwards takes as long as it takes to read and write memory.
+    fn add_product(
+        &self,
+        [rows, cols, depth]: [usize; 3],
+        a: Matrix<'_>,
+        b: Matrix<'_>,
+        c: Slice<'_>,
+    ) -> Result<()> {
+        let (c, factor, acc) = (Matrix::new(c, cols), 1.0, Accumulate::Add);
+        self.backend.run(Gemm { rows, cols, depth, a, b, factor, c, acc })
     }
 
     /// Computes a layer and the activation function, whose output has this width. Returns the function's input and its
@@ -210,21 +234,24 @@ impl Model {
     pub(super) fn input_gradient(&self, args: LayerBackward<'_>) -> Result<Tensor> {
         let LayerBackward { shape, layer, x, dy, .. } = args;
         let dx = self.activation(shape.rows * shape.inputs)?;
-        match dy {
-            Operand::Plain(dy) => {
+        match (dy, x, &layer.adapter) {
+            (Operand::Plain(dy), Operand::Plain(x), Some(adapter)) => {
+                let LinearShape { rows, inputs: cols, outputs: depth } = shape;
+                self.adapter_backward(args, adapter, [x, dy], &dx)?;
+                let (dy, w) = (Matrix::new(dy.all(), depth), Matrix::new(self.param(&layer.weight), cols));
+                self.add_product([rows, cols, depth], dy, w, dx.all())?;
+            }
+            (Operand::Plain(dy), ..) => {
                 let (dy, w, dx) = (dy.all(), self.param(&layer.weight), dx.all());
                 self.backend.run(LinearBackwardInput { shape, dy, w, dx })?;
             }
-            Operand::Fp8(dy) => {
+            (Operand::Fp8(dy), ..) => {
                 let w = self.rounded_weights(layer, shape, Use::Columns)?;
                 let LinearShape { rows, inputs: cols, outputs: depth } = shape;
                 let (a, b, y) = (dy.part(Use::Rows), w.part(Use::Columns), dx.all());
                 let (bias, acc) = (None, Accumulate::Overwrite);
                 self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
             }
-        }
-        if let (Some(x), Some(dy)) = (x.plain(), dy.plain()) {
-            self.adapter_backward(args, [x, dy], &dx)?;
         }
         Ok(dx)
     }

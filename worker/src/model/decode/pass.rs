@@ -1,9 +1,9 @@
 //! A pass through the blocks and the head.
 
 use xlaunch_engine::{
-    ActivationForward, AddScaled, CachedAttention, CachedAttentionShape, EmbedForward, EmbedShape, GEMV_ROWS,
-    Gemv, GluForward, Greedy, LinearActivationForward, LinearForward, LinearShape, QkNormForward, QkNorms,
-    Residual, ResidualAdd, Result, Slice, SoftCap, Tensor,
+    Accumulate, ActivationForward, AddScaled, CachedAttention, CachedAttentionShape, EmbedForward,
+    EmbedShape, GEMV_ROWS, Gemv, GluForward, Greedy, LinearActivationForward, LinearForward, LinearShape,
+    QkNormForward, QkNorms, Residual, ResidualAdd, Result, Slice, SoftCap, Tensor,
 };
 use xlaunch_spec::model::Parallel;
 
@@ -220,7 +220,7 @@ impl Decoder<'_> {
             model.backend.run(LinearForward { shape, x, w, bias, y })?;
         }
         let z = b.z.slice(0..rows * model.adapter_width(params));
-        model.add_adapter_with(shape, params, x, z, y)
+        model.adapter_forward_with(shape, params, x, z, y, Accumulate::Add)
     }
 
     /// Computes the logits of the rows of `x`, and their most likely tokens as rows of the next step.

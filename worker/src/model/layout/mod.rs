@@ -32,6 +32,14 @@ pub struct Linear {
     pub adapter: Option<Adapter>,
 }
 
+impl Linear {
+    /// Returns whether all of the layer's outputs have an adapter.
+    pub(crate) fn is_adapted(&self, outputs: usize) -> bool {
+        let modules = self.adapter.iter().flat_map(|adapter| &adapter.modules);
+        modules.map(|module| module.outputs.len()).sum::<usize>() == outputs
+    }
+}
+
 /// The adapter of a layer, in the arena of adapters. Its modules share the input, so their A are rows of one matrix.
 #[derive(Clone, Debug)]
 pub struct Adapter {
