@@ -5,8 +5,10 @@
 //! backward   dB_m = dy_m^T z_m   dz_m  = s dy_m B_m   dA = dz^T x   dx = dz A
 //! ```
 //! A layer may have several modules m, such as queries, keys and values: `y_m` are a module's columns of the output,
-//! and `z_m` its R columns of z. All modules read the same x, so one GEMM computes z, and one each dA and dx. z is
-//! computed again in backward, because it is cheap compared with reading it.
+//! and `z_m` its R columns of z. All modules read the same x, so one GEMM computes z, and one each dA and dx. z
+//! is kept for backward with x; where x is recomputed, so is z.
+
+use std::cell::OnceCell;
 
 use xlaunch_engine::{Accumulate, Gemm, LinearShape, Matrix, Result, Slice, Tensor};
 
@@ -39,15 +41,17 @@ impl Model {
         &self,
         shape: LinearShape,
         layer: &Linear,
-        x: Slice<'_>,
-        y: Slice<'_>,
+        [x, y]: [Slice<'_>; 2],
+        kept: &OnceCell<Tensor>,
         acc: Accumulate,
     ) -> Result<()> {
         if layer.adapter.is_none() {
             return Ok(());
         }
         let z = self.activation(shape.rows * self.adapter_width(layer))?;
-        self.adapter_forward_with(shape, layer, x, z.all(), y, acc)
+        self.adapter_forward_with(shape, layer, x, z.all(), y, acc)?;
+        let _ = kept.set(z);
+        Ok(())
     }
 
     /// Same as [`adapter_forward`](Self::adapter_forward), with memory for z.
@@ -103,14 +107,21 @@ impl Model {
         &self,
         args: LayerBackward<'_>,
         adapter: &Adapter,
-        [x, dy]: [&Tensor; 2],
-        dx: &Tensor,
+        [x, dy, dx]: [&Tensor; 3],
+        kept: Option<&Tensor>,
     ) -> Result<()> {
         let LayerBackward { shape, layer, grads, acc, .. } = args;
         let LinearShape { rows, inputs, outputs } = shape;
         let ((rank, scale), width) = (self.layout.rank_and_scale(), self.adapter_width(layer));
-        let [z, dz] = [self.activation(rows * width)?, self.activation(rows * width)?];
-        self.project(shape, adapter, x.all(), z.all())?;
+        let computed;
+        let z = if let Some(z) = kept {
+            z
+        } else {
+            computed = self.activation(rows * width)?;
+            self.project(shape, adapter, x.all(), computed.all())?;
+            &computed
+        };
+        let dz = self.activation(rows * width)?;
         let overwrite = Accumulate::Overwrite;
         for (index, module) in adapter.modules.iter().enumerate() {
             let count = module.outputs.len();

@@ -11,6 +11,7 @@
 //! are rounded at each use, as a pass may hold the weights of only a few blocks. Results have the type of activations,
 //! like the rest of the model: the head, attention, norms and embeddings.
 
+use std::cell::OnceCell;
 use std::rc::Rc;
 
 use xlaunch_engine::{
@@ -28,8 +29,8 @@ use super::layout::Linear;
 /// A layer's input, or the gradient of its output.
 #[derive(Debug)]
 pub(super) enum Operand {
-    /// Unrounded, in the activations' type.
-    Plain(Rc<Tensor>),
+    /// Unrounded, in the activations' type; of an adapted layer's input also z, once forward has computed it.
+    Plain(Rc<Tensor>, OnceCell<Tensor>),
     /// Rounded to FP8.
     Fp8(Fp8Tensor),
 }
@@ -69,13 +70,13 @@ pub(super) struct LayerBackward<'a> {
 impl Operand {
     /// Returns the tensor if it is in the activations' type.
     fn plain(&self) -> Option<&Rc<Tensor>> {
-        if let Self::Plain(tensor) = self { Some(tensor) } else { None }
+        if let Self::Plain(tensor, _) = self { Some(tensor) } else { None }
     }
 
     /// Drops the form that only forward multiplies.
     pub(super) fn kept(self) -> Self {
         match self {
-            Self::Plain(tensor) => Self::Plain(tensor),
+            Self::Plain(..) => self,
             Self::Fp8(tensor) => Self::Fp8(Fp8Tensor { rows: None, ..tensor }),
         }
     }
@@ -86,7 +87,7 @@ impl<'a> LayerBackward<'a> {
     fn plain(self) -> Option<LinearBackwardWeight<'a>> {
         let Self { shape, x, dy, dw, acc, .. } = self;
         match (x, dy, dw) {
-            (Operand::Plain(x), Operand::Plain(dy), Some(dw)) => {
+            (Operand::Plain(x, _), Operand::Plain(dy, _), Some(dw)) => {
                 Some(LinearBackwardWeight { shape, dy: dy.all(), x: x.all(), dw, acc })
             }
             _ => None,
@@ -117,7 +118,7 @@ impl Model {
     fn operand(&self, rows: usize, x: Rc<Tensor>, used: Use, format: DType) -> Result<Operand> {
         // Micro-steps and evaluations of a job have a multiple of this number of rows; samples may not.
         if !self.fp8 || !rows.is_multiple_of(FP8_MULTIPLE) {
-            return Ok(Operand::Plain(x));
+            return Ok(Operand::Plain(x, OnceCell::new()));
         }
         let cols = x.len() / rows;
         self.rounded(rows, cols, x.all(), used, format).map(Operand::Fp8)
@@ -147,11 +148,11 @@ impl Model {
         let y = self.activation(shape.rows * shape.outputs)?;
         let bias = layer.bias.as_ref().map(|bias| self.param(bias));
         match x {
-            Operand::Plain(x) => {
+            Operand::Plain(x, z) => {
                 let (x, w, y) = (x.all(), self.param(&layer.weight), y.all());
                 if bias.is_none() && layer.is_adapted(shape.outputs) {
                     let LinearShape { rows, inputs: depth, outputs: cols } = shape;
-                    self.adapter_forward(shape, layer, x, y, Accumulate::Overwrite)?;
+                    self.adapter_forward(shape, layer, [x, y], z, Accumulate::Overwrite)?;
                     self.add_product(
                         [rows, cols, depth],
                         Matrix::new(x, depth),
@@ -160,7 +161,7 @@ impl Model {
                     )?;
                 } else {
                     self.backend.run(LinearForward { shape, x, w, bias, y })?;
-                    self.adapter_forward(shape, layer, x, y, Accumulate::Add)?;
+                    self.adapter_forward(shape, layer, [x, y], z, Accumulate::Add)?;
                 }
             }
             Operand::Fp8(x) => {
@@ -235,13 +236,13 @@ impl Model {
         let LayerBackward { shape, layer, x, dy, .. } = args;
         let dx = self.activation(shape.rows * shape.inputs)?;
         match (dy, x, &layer.adapter) {
-            (Operand::Plain(dy), Operand::Plain(x), Some(adapter)) => {
+            (Operand::Plain(dy, _), Operand::Plain(x, z), Some(adapter)) => {
                 let LinearShape { rows, inputs: cols, outputs: depth } = shape;
-                self.adapter_backward(args, adapter, [x, dy], &dx)?;
+                self.adapter_backward(args, adapter, [x, dy, &dx], z.get())?;
                 let (dy, w) = (Matrix::new(dy.all(), depth), Matrix::new(self.param(&layer.weight), cols));
                 self.add_product([rows, cols, depth], dy, w, dx.all())?;
             }
-            (Operand::Plain(dy), ..) => {
+            (Operand::Plain(dy, _), ..) => {
                 let (dy, w, dx) = (dy.all(), self.param(&layer.weight), dx.all());
                 self.backend.run(LinearBackwardInput { shape, dy, w, dx })?;
             }
