@@ -70,10 +70,11 @@ pub(super) fn column(path: &Path, column: &str, read: &Arc<AtomicU64>) -> io::Re
         }
         Ok(vec![field.clone()])
     };
-    rows(path, select, read, |row, _, line| {
-        match row.get_column_iter().next().map(|(_, field)| field) {
-            Some(Field::Str(text)) => quote(text.as_bytes(), line),
-            Some(Field::Bytes(text)) => quote(text.data(), line),
+    rows(path, select, read, |row, types, line| {
+        match members(row, types).next() {
+            Some((_, field @ Field::Str(_), kind)) if is_json(kind) => json(field, kind, line)?,
+            Some((_, Field::Str(text), _)) => quote(text.as_bytes(), line),
+            Some((_, Field::Bytes(text), _)) => quote(text.data(), line),
             _ => line.extend_from_slice(b"null"),
         }
         Ok(())

@@ -354,11 +354,15 @@ fn output_may_be_a_symbolic_link() {
 
 /// Builds a Parquet file with a column of optional strings.
 fn parquet(column: &str, rows: &[Option<&str>]) -> Vec<u8> {
+    parquet_of("UTF8", column, rows)
+}
+
+fn parquet_of(kind: &str, column: &str, rows: &[Option<&str>]) -> Vec<u8> {
     use parquet::data_type::{ByteArray, ByteArrayType};
     use parquet::file::writer::SerializedFileWriter;
     use parquet::schema::parser::parse_message_type;
     let schema = format!(
-        "message schema {{ optional binary {column} (UTF8); optional int64 id; optional int32 empty (UNKNOWN); }}"
+        "message schema {{ optional binary {column} ({kind}); optional int64 id; optional int32 empty (UNKNOWN); }}"
     );
     let schema = std::sync::Arc::new(parse_message_type(&schema).unwrap());
     let mut bytes = Vec::new();
@@ -423,6 +427,13 @@ fn tables_have_a_document_per_row() {
     prepared.options.field = Some("body".into());
     let (manifest, _) = prepared.run().unwrap();
     assert_eq!(prepared.texts(&manifest.train), ["one"]);
+    // `datasets` writes a column whose type differs between rows as JSON.
+    let rows = [Some("\"a \\\"b\\\"\""), None, Some("null")];
+    let json = Prepared::new(Tokenizer::gpt2()).with("a.parquet", parquet_of("JSON", "text", &rows));
+    assert_eq!(json.texts(&json.run().unwrap().0.train), ["a \"b\""]);
+    let mixed = parquet_of("JSON", "text", &[Some("\"a\""), Some("1")]);
+    let error = Prepared::new(Tokenizer::gpt2()).with("a.parquet", mixed).error();
+    assert!(error.contains("a.parquet:2: "), "{error}");
     let whole = parquet("text", &[Some("some text"); 50]);
     for end in [5, 40, whole.len() - 9] {
         let error = Prepared::new(Tokenizer::gpt2()).with("a.parquet", &whole[..end]).error();
