@@ -64,7 +64,8 @@ fn hostile_users_neither_harm_nor_delay_others() {
     siege.assert_no_survivors();
     assert_eq!(siege.untouchable_files(honest_job), files, "files outside the hostile users' directories");
     assert_eq!(siege.node.job(honest_job)["state"], "running");
-    assert_eq!(siege.node.run(&["logs", &honest_job.to_string()]).stdout, "honest\n");
+    let logs = siege.node.run(&["logs", &honest_job.to_string()]);
+    assert_eq!(logs.stdout, "honest\n", "{}", logs.stderr);
     siege.node.run(&["cancel", &honest_job.to_string()]);
     siege.node.wait(honest_job, "cancelled");
     siege.assert_all_slots_are_free();
