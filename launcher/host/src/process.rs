@@ -126,7 +126,7 @@ impl Process {
     /// Returns the value of a variable in the environment that the process was started with. The kernel shows this to
     /// the same user only.
     pub fn variable(&self, name: &str) -> Option<OsString> {
-        let environment = fs_err::read(format!("/proc/{}/environ", self.pid)).ok()?;
+        let environment = self.environment()?;
         let mut variables = environment.split(|byte| *byte == 0);
         let value = variables.find_map(|one| one.strip_prefix(name.as_bytes())?.strip_prefix(b"="))?;
         Some(OsString::from_vec(value.to_vec()))
@@ -134,8 +134,13 @@ impl Process {
 
     /// Returns whether the process was started with this `NAME=value` in its environment.
     pub fn carries(&self, variable: &[u8]) -> bool {
-        fs_err::read(format!("/proc/{}/environ", self.pid))
-            .is_ok_and(|environment| environment.split(|byte| *byte == 0).any(|one| one == variable))
+        let environment = self.environment();
+        environment.is_some_and(|environment| environment.split(|byte| *byte == 0).any(|one| one == variable))
+    }
+
+    /// Returns the environment that the process was started with: `NAME=value` entries, each ended by a zero byte.
+    fn environment(&self) -> Option<Vec<u8>> {
+        fs_err::read(format!("/proc/{}/environ", self.pid)).ok()
     }
 }
 

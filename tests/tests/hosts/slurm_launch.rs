@@ -62,7 +62,7 @@ fn srun_alone_starts_a_group_with_ranks_of_slurm_and_no_token() {
 
     let batch = slurm.home().join("out");
     let output = format!("--output={}", batch.display());
-    // As `sbatch` passes the variables on inside of a step of another job.
+    // As `sbatch` passes the variables on inside a step of another job.
     let inside = "--export=ALL,SLURM_STEP_ID=0,SLURM_STEP_NUM_NODES=1,SLURM_STEP_NODELIST=h0";
     for export in ["--export=ALL", inside] {
         let job = slurm.submit(&["-N2", &output, export], &format!("{} -- true", xlaunch()));

@@ -140,7 +140,7 @@ fn hydra(host: &Host<'_>) -> Result<Option<Allocation>, String> {
     of_mpi(host, nodes, rank, "MPI_LOCALNRANKS", "mpirun -ppn 1", &variables).map(Some)
 }
 
-/// Builds the allocation of a process of MPI, of which there must be one per node.
+/// Builds the allocation of an MPI process. There must be one per node.
 fn of_mpi(
     host: &Host<'_>,
     nodes: Sourced<u32>,

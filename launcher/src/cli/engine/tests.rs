@@ -140,7 +140,7 @@ fn mpirun_gives_rank_and_size_but_no_host() {
     assert_eq!(summary(&found(&[&MPI, &[("OMPI_COMM_WORLD_RANK", "")]])), "mpirun 3 2 - -");
     let refusal = detected(&[&MPI[..], &[("OMPI_COMM_WORLD_LOCAL_SIZE", "3")]].concat()).unwrap_err();
     assert!(refusal.contains("mpirun -npernode 1"), "{refusal}");
-    // mpirun in a batch script of Slurm: the script's variables are inherited.
+    // mpirun in a Slurm batch script: the script's variables are inherited.
     let inherited = [("SLURM_JOB_ID", "7"), ("SLURM_NNODES", "3")];
     assert_eq!(summary(&found(&[&MPI, &inherited])), "mpirun 3 2 - -");
     // mpirun in a job of PBS: the job's host file has the hosts.

@@ -24,7 +24,7 @@ extern "C" __global__ void adamw(float* __restrict__ params, const void* __restr
     float c1 = scalars[CORRECTION1], c2 = scalars[CORRECTION2];
     bool wide = is_wide(params, len) && is_wide(m, len) && is_wide(v, len) && is_wide((const bf16*)grads, len) &&
                 is_wide(work, len);
-    for (i64 i = (blockIdx.x * (i64)blockDim.x + threadIdx.x) * 8; i < len; i += gridDim.x * (i64)blockDim.x * 8) {
+    FOR_EIGHT(i, len, blockIdx.x, gridDim.x) {
         // All eight elements share a group: GROUP_CHUNK is a multiple of 8.
         u8 group = groups[i / GROUP_CHUNK];
         if (group == MUON_GROUP) continue;
