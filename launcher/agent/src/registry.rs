@@ -11,10 +11,13 @@
 use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use fs_err::os::unix::fs::OpenOptionsExt;
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 use xlaunch_proto::env;
 use xlaunch_spec::exit::ExitCode;
@@ -95,7 +98,7 @@ impl Entry {
             return Err(io::Error::other("the parent directory does not exist"));
         }
         let registry = std::path::absolute(registry)?;
-        ensure_private(&registry, true)?;
+        ensure_private(&registry)?;
         let (mut name, mut id) = (file_name(name), file_name(id));
         id.truncate(MAX_ID_LEN);
         // The dash, the suffix of an entry with a taken name, and two slashes.
@@ -121,7 +124,6 @@ impl Entry {
     /// # Errors
     /// Fails if it cannot be created, or if another user has taken the name of the registry.
     pub(crate) fn restore(&self) -> io::Result<bool> {
-        use std::os::unix::fs::{DirBuilderExt, MetadataExt};
         let mut state = self.state();
         let held = state.dir.metadata()?;
         let is_held = |found: std::fs::Metadata| (found.dev(), found.ino()) == (held.dev(), held.ino());
@@ -134,7 +136,7 @@ impl Entry {
             std::fs::DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
         }
         for dir in registry.into_iter().chain([&*self.path]) {
-            ensure_private(dir, true)?;
+            ensure_private(dir)?;
         }
         let dir = File::open(&self.path)?;
         dir.lock()?;
@@ -214,46 +216,64 @@ pub fn running() -> Vec<Running> {
 }
 
 /// Returns the directories of this user's launches that are registered elsewhere because they run with another
-/// `XDG_RUNTIME_DIR` or `TMPDIR`, as jobs of many clusters do. Their workers' environments name them.
+/// `XDG_RUNTIME_DIR` or `TMPDIR`, as jobs of many clusters do. Their workers' environments name them. Root reads those
+/// of all users, who can write any path there, so nothing is changed or removed.
 pub fn running_elsewhere() -> BTreeSet<PathBuf> {
-    let known = registry_dirs();
+    let (known, name) = (registry_dirs(), registry_name());
     let entry =
         |process: &Process| Some(Path::new(&process.variable(env::AGENT_SOCKET)?).parent()?.to_owned());
     let is_elsewhere = |entry: &PathBuf| {
         let registry = entry.parent().filter(|registry| !known.iter().any(|known| known == registry));
-        registry.is_some_and(|registry| ensure_private(registry, false).is_ok()) && is_locked(entry)
+        registry.is_some_and(|registry| registry.ends_with(&name) && is_private(registry))
+            && state_of(entry) == EntryState::Running
     };
     Process::all().iter().filter_map(entry).filter(is_elsewhere).collect()
 }
 
+/// Returns the running launches of a registry, and removes stale entries.
 fn running_in(registry: &Path) -> Vec<Running> {
-    if ensure_private(registry, false).is_err() {
+    if !is_private(registry) {
         return Vec::new();
     }
-    // Opening anything else might block.
-    let is_dir = |entry: &fs_err::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
-    let entries = fs_err::read_dir(registry).into_iter().flatten().flatten().filter(is_dir);
-    let running = entries.filter(|entry| is_locked(&entry.path())).filter_map(|entry| {
-        let name = entry.file_name().into_string().ok()?;
-        Some(Running { name, socket: entry.path().join(SOCKET) })
+    let entries = fs_err::read_dir(registry).into_iter().flatten().flatten();
+    let running = entries.filter_map(|entry| match state_of(&entry.path()) {
+        EntryState::Running => {
+            let name = entry.file_name().into_string().ok()?;
+            Some(Running { name, socket: entry.path().join(SOCKET) })
+        }
+        EntryState::Stale => {
+            // Another process may be removing it as well.
+            let _ = fs_err::remove_dir_all(entry.path());
+            None
+        }
+        EntryState::Other => None,
     });
     running.collect()
 }
 
-/// Returns whether the launch of this entry is running. A stale entry is removed.
-fn is_locked(entry: &Path) -> bool {
-    let Ok(dir) = File::open(entry) else { return false };
-    match dir.try_lock() {
-        Err(TryLockError::WouldBlock) => true,
-        Err(TryLockError::Error(_)) => false,
+/// State of what a registry contains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum EntryState {
+    Running,
+    /// Its launch has ended without removing it.
+    Stale,
+    /// Not an entry, or one that may just have been created.
+    Other,
+}
+
+fn state_of(entry: &Path) -> EntryState {
+    // Opening a pipe would block.
+    let directory = (OFlags::DIRECTORY | OFlags::NOFOLLOW).bits().cast_signed();
+    let Ok(dir) = fs_err::OpenOptions::new().read(true).custom_flags(directory).open(entry) else {
+        return EntryState::Other;
+    };
+    match dir.file().try_lock() {
+        Err(TryLockError::WouldBlock) => EntryState::Running,
+        Err(TryLockError::Error(_)) => EntryState::Other,
         Ok(()) => {
             let age =
                 dir.metadata().and_then(|entry| entry.modified()).map(|at| at.elapsed().unwrap_or_default());
-            if age.is_ok_and(|age| age > STALE_AFTER) {
-                // Another process may be removing it as well.
-                let _ = fs_err::remove_dir_all(entry);
-            }
-            false
+            if age.is_ok_and(|age| age > STALE_AFTER) { EntryState::Stale } else { EntryState::Other }
         }
     }
 }
@@ -272,7 +292,7 @@ fn registry_dirs_in(
     fallbacks: &[&str],
     home: Option<PathBuf>,
 ) -> Vec<PathBuf> {
-    let user = rustix::process::getuid().as_raw();
+    let (user, name) = (rustix::process::getuid().as_raw(), registry_name());
     let temporary = temporary.filter(|dir| dir.as_os_str().len() <= MAX_TEMP_DIR_LEN);
     let mut dirs = Vec::from_iter(runtime);
     dirs.extend(temporary.into_iter().chain(fallbacks.iter().map(PathBuf::from)));
@@ -282,7 +302,7 @@ fn registry_dirs_in(
     // removes it at the user's last logout, which does not end services or jobs of cron.
     dirs.push(format!("/run/user/{user}").into());
     let mut registry_dirs: Vec<PathBuf> = Vec::new();
-    for registry in dirs.iter().map(|dir| dir.join(format!("xlaunch-{user}"))) {
+    for registry in dirs.iter().map(|dir| dir.join(&name)) {
         if !registry_dirs.contains(&registry) {
             registry_dirs.push(registry);
         }
@@ -290,15 +310,29 @@ fn registry_dirs_in(
     registry_dirs
 }
 
-/// Ensures that `dir` is a directory that only this user can access; creates it if `create` is set.
-pub(crate) fn ensure_private(dir: &Path, create: bool) -> io::Result<()> {
-    use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
-    if create {
-        match std::fs::DirBuilder::new().mode(0o700).create(dir) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-            _ => {}
-        }
+fn registry_name() -> String {
+    format!("xlaunch-{}", rustix::process::getuid().as_raw())
+}
+
+/// Creates `dir` if it is missing, and ensures that only this user can access it.
+pub(crate) fn ensure_private(dir: &Path) -> io::Result<()> {
+    match std::fs::DirBuilder::new().mode(0o700).create(dir) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
     }
+    if own_dir(dir)?.mode() & 0o077 != 0 {
+        std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700))?;
+    }
+    Ok(())
+}
+
+/// Returns whether `dir` is a directory that only this user can access.
+pub(crate) fn is_private(dir: &Path) -> bool {
+    own_dir(dir).is_ok_and(|found| found.mode() & 0o077 == 0)
+}
+
+/// Returns the metadata of a directory of this user.
+fn own_dir(dir: &Path) -> io::Result<std::fs::Metadata> {
     // Symbolic links are not followed: another user may have created one.
     let found = std::fs::symlink_metadata(dir)?;
     if !found.is_dir() {
@@ -307,10 +341,7 @@ pub(crate) fn ensure_private(dir: &Path, create: bool) -> io::Result<()> {
     if found.uid() != rustix::process::getuid().as_raw() {
         return Err(io::Error::other(format!("it belongs to user {}", found.uid())));
     }
-    if found.mode() & 0o077 != 0 {
-        std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700))?;
-    }
-    Ok(())
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -339,7 +370,6 @@ mod tests {
 
     #[test]
     fn deleted_entry_is_created_again_with_its_lock_and_its_link() {
-        use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let (temporary, run) = (dir.path().join("tmp"), dir.path().join("run"));
         let registry = temporary.join("registry");
@@ -379,6 +409,37 @@ mod tests {
     }
 
     #[test]
+    fn directories_that_environments_name_are_neither_changed_nor_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let age = |path: &Path| {
+            let hour_ago = std::time::SystemTime::now() - Duration::from_secs(3600);
+            File::open(path).unwrap().set_modified(hour_ago).unwrap();
+        };
+        let (open, registry) = (dir.path().join("open"), dir.path().join(registry_name()));
+        let running = Entry::create_in(&registry, "live", "1").unwrap();
+        let locked = Entry::create_in(&dir.path().join("private"), "live", "1").unwrap();
+        for old in [open.join("old"), registry.join("old")] {
+            fs_err::create_dir_all(&old).unwrap();
+            age(&old);
+        }
+        fs_err::set_permissions(&open, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let paths = [&*open.join("old"), &registry.join("old"), locked.path(), running.path()];
+        let mut processes = paths.map(|path| {
+            let mut command = std::process::Command::new("sleep");
+            command.arg("1000").env(env::AGENT_SOCKET, path.join(SOCKET)).spawn().unwrap()
+        });
+        let found = running_elsewhere();
+        for process in &mut processes {
+            process.kill().unwrap();
+            process.wait().unwrap();
+        }
+        let below = |path: &&PathBuf| path.starts_with(dir.path());
+        assert_eq!(found.iter().filter(below).collect::<Vec<_>>(), [running.path()]);
+        assert!(paths.iter().all(|path| path.is_dir()));
+        assert_eq!(fs_err::metadata(&open).unwrap().mode() & 0o777, 0o755);
+    }
+
+    #[test]
     fn pipe_among_the_entries_is_skipped() {
         let dir = tempfile::tempdir().unwrap();
         let registry = dir.path().join("registry");
@@ -390,7 +451,6 @@ mod tests {
 
     #[test]
     fn registry_directory_is_private_and_not_a_link() {
-        use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let (ours, link) = (dir.path().join("ours"), dir.path().join("link"));
         fs_err::create_dir(&ours).unwrap();
@@ -402,7 +462,7 @@ mod tests {
         assert!(error.to_string().contains("not a directory"), "{error}");
         // Only root owns the root directory.
         if !rustix::process::getuid().is_root() {
-            assert!(ensure_private(Path::new("/"), false).unwrap_err().to_string().contains("user 0"));
+            assert!(own_dir(Path::new("/")).unwrap_err().to_string().contains("user 0"));
         }
     }
 

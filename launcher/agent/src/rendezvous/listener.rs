@@ -67,7 +67,7 @@ fn bind(socket: &Path, open: Connections) -> io::Result<Incoming> {
 /// created a directory of that name.
 fn is_missing(socket: &Path) -> bool {
     let deleted = socket.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
-    deleted && socket.parent().is_some_and(|dir| registry::ensure_private(dir, false).is_ok())
+    deleted && socket.parent().is_some_and(registry::is_private)
 }
 
 fn identify(stream: &UnixStream) -> io::Result<Option<Credentials>> {
@@ -89,13 +89,13 @@ mod tests {
     async fn deleted_socket_is_created_again_once_its_directory_exists() {
         let dir = tempfile::tempdir().unwrap();
         let private = dir.path().join("entry");
-        registry::ensure_private(&private, true).unwrap();
+        registry::ensure_private(&private).unwrap();
         let socket = private.join("agent.sock");
         let mut incoming = listen(&socket).unwrap();
         let _first = UnixStream::connect(&socket).await.unwrap();
         incoming.next().await.unwrap().unwrap();
         fs_err::remove_dir_all(&private).unwrap();
-        registry::ensure_private(&private, true).unwrap();
+        registry::ensure_private(&private).unwrap();
         let again = async {
             loop {
                 match UnixStream::connect(&socket).await {
