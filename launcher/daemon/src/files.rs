@@ -29,11 +29,11 @@ mod records;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
+use std::os::unix::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use prost::Message;
 use rustix::fs::{CWD, Mode, OFlags};
-use rustix::net::SocketAddrUnix;
 use xlaunch_agent::registry::SOCKET;
 use xlaunch_proto::disk::sync_dir;
 use xlaunch_proto::env;
@@ -81,6 +81,18 @@ pub(crate) struct FoundDir {
     pub(crate) agent: Option<AgentRecord>,
 }
 
+/// Returns the path of the socket of a job's agent, given the state directory.
+pub(crate) fn agent_socket(state: &Path, job: u64) -> PathBuf {
+    state.join("jobs").join(job.to_string()).join("agent").join(SOCKET)
+}
+
+/// Checks the length of the path of a unix socket. The kernel accepts one more byte, but most programs do not.
+pub(crate) fn check_socket(path: &Path) -> io::Result<()> {
+    SocketAddr::from_pathname(path)
+        .map(drop)
+        .map_err(|error| io::Error::new(error.kind(), format!("{} is too long for a socket", path.display())))
+}
+
 /// The directories of all jobs.
 #[derive(Clone, Debug)]
 pub(crate) struct JobDirs {
@@ -118,10 +130,8 @@ impl JobDirs {
 
     /// Checks that the agent of a job can listen on a socket in its directory.
     pub(crate) fn check_socket(&self, job: u64) -> io::Result<()> {
-        let path = self.agent(job).join(SOCKET);
-        SocketAddrUnix::new(&path).map(drop).map_err(|error| {
-            let help = "set daemon.state_dir to a shorter path";
-            io::Error::new(error.kind(), format!("{} is too long for a socket; {help}", path.display()))
+        check_socket(&self.agent(job).join(SOCKET)).map_err(|error| {
+            io::Error::new(error.kind(), format!("{error}; set daemon.state_dir to a shorter path"))
         })
     }
 

@@ -1,18 +1,22 @@
-//! Checks the parts of `daemon.toml` that depend on the node: hooks, groups and GPUs, which must exist. `xlaunch daemon
-//! --check` prints all findings. At start-up, the daemon refuses a hook that cannot run.
+//! Checks the parts of `daemon.toml` that depend on the node: hooks, groups and GPUs, which must exist, and the lengths
+//! of sockets' paths. `xlaunch daemon --check` prints all findings. At start-up, the daemon refuses a hook that cannot
+//! run.
 
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use nix::unistd::Group;
 use xlaunch_spec::job::Invalid;
 
 use super::{DaemonConfig, HooksSection, JobsSection};
+use crate::files::{agent_socket, check_socket};
 use crate::gpus::{GpuMonitor, Inventory};
 use xlaunch_agent::config::ConfigError;
 
 /// Directories that `xlaunch.service` hides from the daemon but not from hooks, which run in units of their own.
 const HIDDEN_IN_SERVICE: [&str; 5] = ["/home", "/root", "/run/user", "/tmp", "/var/tmp"];
+/// The paths of the sockets of all jobs up to this one must be short enough.
+const LAST_CHECKED_JOB: u64 = 999_999;
 
 /// The result of a check.
 #[derive(Debug, Default)]
@@ -28,7 +32,8 @@ pub(crate) fn check(path: Option<&Path>) -> Findings {
         Ok(config) => config,
         Err(error) => return Findings { errors: vec![error.to_string()], ..Findings::default() },
     };
-    let errors = hook_errors(path, &config).iter().map(ToString::to_string).collect();
+    let errors = hook_errors(path, &config).into_iter().chain(socket_errors(path, &config));
+    let errors = errors.map(|error| error.to_string()).collect();
     let mut findings = Findings { errors, warnings: Vec::new() };
     let inventory = GpuMonitor::poll_once();
     findings.errors.extend(unknown_gpus(&config.jobs, &inventory));
@@ -48,16 +53,37 @@ pub(crate) fn check(path: Option<&Path>) -> Findings {
 
 /// Returns an error for each hook that cannot run.
 pub(crate) fn hook_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
-    let file = super::file(path).unwrap_or_default();
-    // The text is needed only for line and column.
-    let text = fs_err::read_to_string(&file).unwrap_or_default();
     let HooksSection { prolog, epilog, on_end, .. } = &config.hooks;
     let hooks = [("hooks.prolog", prolog), ("hooks.epilog", epilog), ("hooks.on_end", on_end)];
-    let problem = |(key, program): (&'static str, &Option<std::path::PathBuf>)| {
-        let problem = problem_of(program.as_deref()?)?;
-        Some(ConfigError::invalid(&file, &text, &Invalid::new(key, problem, "an executable file".into())))
+    let problem = |(key, program): (&'static str, &Option<PathBuf>)| {
+        Some(Invalid::new(key, problem_of(program.as_deref()?)?, "an executable file".into()))
     };
-    hooks.into_iter().filter_map(problem).collect()
+    with_places(path, hooks.into_iter().filter_map(problem))
+}
+
+/// Returns an error for each key that gives a socket too long a path.
+fn socket_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
+    let (root, environment) = (rustix::process::geteuid().is_root(), |name: &str| std::env::var_os(name));
+    // A default that depends on the environment may be missing here only.
+    let state_dir = config.daemon.state_dir(root, environment).ok();
+    let page = config.web.listen.as_deref().and_then(|listen| listen.strip_prefix("unix:"));
+    let sockets = [
+        ("daemon.state_dir", state_dir.map(|dir| agent_socket(&dir, LAST_CHECKED_JOB))),
+        ("daemon.socket", config.daemon.socket(root, environment).ok()),
+        ("web.listen", page.map(PathBuf::from)),
+    ];
+    let problem = |(key, socket): (&'static str, Option<PathBuf>)| {
+        let error = check_socket(&socket?).err()?;
+        Some(Invalid::new(key, error.to_string(), "a shorter path".into()))
+    };
+    with_places(path, sockets.into_iter().filter_map(problem))
+}
+
+/// Adds line and column of each key, if the file sets it.
+fn with_places(path: Option<&Path>, invalid: impl Iterator<Item = Invalid>) -> Vec<ConfigError> {
+    let file = super::file(path).unwrap_or_default();
+    let text = fs_err::read_to_string(&file).unwrap_or_default();
+    invalid.map(|invalid| ConfigError::invalid(&file, &text, &invalid)).collect()
 }
 
 /// Returns the reason why a hook cannot run, as far as the daemon can tell.
@@ -108,6 +134,30 @@ mod tests {
         assert!(errors().contains("is not executable"), "{}", errors());
         fs_err::set_permissions(&hook, std::fs::Permissions::from_mode(0o755)).unwrap();
         assert_eq!(errors(), "");
+    }
+
+    #[test]
+    fn socket_with_too_long_a_path_is_refused_with_its_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("daemon.toml");
+        let errors = |line: &str| {
+            fs_err::write(&file, line.replace("] ", "]\n")).unwrap();
+            let config = super::super::load(Some(&file)).unwrap();
+            socket_errors(Some(&file), &config).iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        let long = |length: usize| format!("/{}", "x".repeat(length - 1));
+        // A socket's path has at most 107 bytes, of which `/jobs/999999/agent/agent.sock` takes 29.
+        let keys =
+            [("daemon", "state_dir", "", 78), ("daemon", "socket", "", 107), ("web", "listen", "unix:", 107)];
+        for (section, key, prefix, longest) in keys {
+            let with = |length| errors(&format!("[{section}] {key} = \"{prefix}{}\"\n", long(length)));
+            assert_eq!(with(longest), [""; 0], "{key}");
+            let error = with(longest + 1).concat();
+            assert!(
+                error.contains("daemon.toml:2:") && error.contains("is too long for a socket"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

@@ -16,6 +16,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use xlaunch_host::net::limits::Connection;
 use xlaunch_host::net::{self, Connections, Credentials, Limits, Replaces};
 
+use crate::files::check_socket;
 use crate::{trusted_path, users};
 
 pub(super) const LIMITS: Limits =
@@ -36,9 +37,8 @@ const LISTEN_BACKLOG: i32 = 1024;
 /// `AddrInUse` if a daemon listens there; `AlreadyExists` if the path is a file that is not a socket.
 pub fn bind(socket: &Path, group: Option<&str>) -> io::Result<UnixListener> {
     use std::os::unix::fs::{FileTypeExt, PermissionsExt, chown};
-    let address = SocketAddrUnix::new(socket).map_err(|error| {
-        io::Error::new(error.kind(), format!("{} is too long for a socket", socket.display()))
-    })?;
+    check_socket(socket)?;
+    let address = SocketAddrUnix::new(socket)?;
     match fs_err::symlink_metadata(socket) {
         Ok(found) if !found.file_type().is_socket() => {
             let message = format!("{} exists and is not a socket", socket.display());
