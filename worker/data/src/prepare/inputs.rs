@@ -24,7 +24,12 @@ pub(super) fn find(arguments: &[String], output: &Path) -> Result<Vec<Input>, Pr
             "-" => vec![Input::Stdin],
             argument => files(argument, output)?.into_iter().map(Input::File).collect(),
         };
-        inputs.extend(found.into_iter().filter(|input| seen.insert(input.clone())));
+        // Two paths may name one file.
+        let identity = |input: &Input| match input {
+            Input::File(path) => Input::File(path.canonicalize().unwrap_or_else(|_| path.clone())),
+            Input::Stdin => Input::Stdin,
+        };
+        inputs.extend(found.into_iter().filter(|input| seen.insert(identity(input))));
     }
     if inputs.is_empty() {
         Err(PrepareError::Usage("no input: name files, directories, globs, or `-`".into()))
@@ -183,6 +188,7 @@ mod tests {
         assert_eq!(names(&["run[1]/*.txt"]), ["run[1]/i.txt"]);
         assert_eq!(names(&["sub", "*.txt", "sub/*"]), ["sub/c.txt", ".e.txt", "a.txt", "b.txt"]);
         assert_eq!(names(&["h[1]", ".git/d.txt"]), ["h[1]", ".git/d.txt"]);
+        assert_eq!(names(&["sub/c.txt", "sub/../sub/c.txt", "sub/."]), ["sub/c.txt"]);
         let refusal = |argument: &str| find(&[argument.to_owned()], &root).unwrap_err().to_string();
         assert!(refusal("/nonexistent/a").contains("No such file"));
         assert!(refusal(&format!("{}/*.md", root.display())).contains("no file matches"));
