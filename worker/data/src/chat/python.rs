@@ -157,6 +157,25 @@ pub(super) fn trim(value: &Value, characters: Option<&str>) -> Result<String, Er
     Ok(strip(&text(value)?, "strip", characters).to_owned())
 }
 
+/// Jinja's filter `escape`, with the entities of Python's `markupsafe`.
+pub(super) fn escape(value: &Value) -> Result<Value, Error> {
+    if value.is_safe() {
+        return Ok(value.clone());
+    }
+    let (text, mut out) = (text(value)?, String::new());
+    for character in text.chars() {
+        match character {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '"' => out.push_str("&#34;"),
+            '\'' => out.push_str("&#39;"),
+            other => out.push(other),
+        }
+    }
+    Ok(Value::from_safe_string(out))
+}
+
 /// Jinja's filter `default`.
 pub(super) fn default(
     value: Value,

@@ -85,6 +85,8 @@ impl Template {
         environment.set_formatter(python::print);
         environment.add_filter("tojson", json::to_json);
         environment.add_filter("trim", python::trim);
+        environment.add_filter("escape", python::escape);
+        environment.add_filter("e", python::escape);
         environment.add_filter("indent", python::indent);
         environment.add_filter("default", python::default);
         environment.add_filter("d", python::default);
@@ -302,6 +304,8 @@ mod tests {
                        {{ 'a=b=c'.rpartition('=')[0] }} {{ 'ab'.removeprefix('a') }} {{ 'ab'.removesuffix('b') }} \
                        {{ 'a'.partition('=')[0] }}{{ 'a'.rpartition('=')[2] }} {{ 'a b'.split()[1] }}";
         assert_eq!(rendered(methods, &messages).unwrap(), "['a-b', 'c'] b b=c a=b b a aa b");
+        let escaped = "{{ \"<a href='b/c'>&\\\"\" | escape }} {{ '<' | e | e }}";
+        assert_eq!(rendered(escaped, &messages).unwrap(), "&lt;a href=&#39;b/c&#39;&gt;&amp;&#34; &lt;");
         let iterable =
             "{{ tools is iterable }} {{ messages is iterable }} {{ 'a' is iterable }} {{ 1 is iterable }}";
         assert_eq!(rendered(iterable, &messages).unwrap(), "False True True False");
