@@ -1,5 +1,7 @@
 //! `xlaunch cancel`.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use clap::Args;
 use xlaunch_spec::exit::ExitCode;
 
@@ -31,11 +33,14 @@ pub(super) async fn run(options: Cancel) -> Result<ExitCode, QueryError> {
     results.print(options.json, job::cancelled)
 }
 
-/// Cancels every job that can be cancelled.
+/// Cancels every job that can be cancelled, the newest first: otherwise the end of one job would start the next, and
+/// every job that leaves the queue would move all jobs after it.
 pub(super) async fn cancel_all(daemon: &mut DaemonClient, jobs: &[u64], force: bool) -> JobResults {
-    let mut results = JobResults::new();
-    for &job in jobs {
-        results.add(daemon.cancel(job, force).await);
+    let mut replies = BTreeMap::new();
+    for job in BTreeSet::from_iter(jobs).into_iter().rev() {
+        replies.insert(job, daemon.cancel(*job, force).await);
     }
+    let mut results = JobResults::new();
+    jobs.iter().filter_map(|job| replies.remove(job)).for_each(|reply| results.add(reply));
     results
 }

@@ -328,10 +328,11 @@ async fn stacks_of_all_processes_are_collected_by_rank() {
 }
 
 #[tokio::test]
-async fn unknown_job_does_not_prevent_cancelling_the_others() {
+async fn newest_job_is_cancelled_first_and_an_unknown_one_does_not_prevent_the_others() {
     let fake = FakeDaemon::start().await;
-    let results = within_a_minute(cancel::cancel_all(&mut fake.connect().await, &[1, 3, 2], false)).await;
-    assert_eq!(fake.with_state(|state| state.cancelled.clone()), [1, 2]);
+    let jobs = [1, 3, 2, 1];
+    let results = within_a_minute(cancel::cancel_all(&mut fake.connect().await, &jobs, false)).await;
+    assert_eq!(fake.with_state(|state| state.cancelled.clone()), [2, 1]);
     assert_eq!(results.exit, ExitCode::WorkerFailed);
     assert_eq!(results.text(crate::render::job::cancelled), "job 1 is stopping\njob 2 is stopping\n");
     assert_eq!(results.errors, "error: there is no job 3\n");
