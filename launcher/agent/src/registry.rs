@@ -294,8 +294,10 @@ fn registry_dirs_in(
 ) -> Vec<PathBuf> {
     let (user, name) = (rustix::process::getuid().as_raw(), registry_name());
     let temporary = temporary.filter(|dir| dir.as_os_str().len() <= MAX_TEMP_DIR_LEN);
-    let mut dirs = Vec::from_iter(runtime);
-    dirs.extend(temporary.into_iter().chain(fallbacks.iter().map(PathBuf::from)));
+    // `su` and `sudo -E` pass on directories of the user who has become root. That user can replace a registry there.
+    let is_unsafe = |dir: &PathBuf| user == 0 && std::fs::metadata(dir).is_ok_and(|found| found.uid() != 0);
+    let mut dirs: Vec<_> = runtime.into_iter().chain(temporary).filter(|dir| !is_unsafe(dir)).collect();
+    dirs.extend(fallbacks.iter().map(PathBuf::from));
     // Another user may have taken the name in the temporary directories.
     dirs.extend(home.map(|home| home.join(".cache")));
     // Queries from outside of a login session find launches of one here. A launch from outside uses it last: systemd
@@ -497,6 +499,19 @@ mod tests {
         assert!(refused.contains(problem) && refused.contains("set XDG_RUNTIME_DIR"), "{refused}");
         let missing = format!("\n  {}: the parent directory does not exist", registries[0].display());
         assert!(refused.contains(&missing), "{refused}");
+    }
+
+    #[test]
+    fn directories_of_the_user_who_has_become_root_are_not_used() {
+        if !rustix::process::getuid().is_root() {
+            return;
+        }
+        let dir = tempfile::Builder::new().prefix("x").rand_bytes(4).tempdir_in("/tmp").unwrap();
+        let dir = dir.path().to_owned();
+        let first = || registry_dirs_in(Some(dir.clone()), Some(dir.clone()), &["/tmp"], None).swap_remove(0);
+        assert_eq!(first().parent(), Some(&*dir));
+        std::os::unix::fs::chown(&dir, Some(65_534), None).unwrap();
+        assert_eq!(first().parent(), Some(Path::new("/tmp")));
     }
 
     #[test]

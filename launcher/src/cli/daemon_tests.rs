@@ -339,6 +339,26 @@ async fn newest_job_is_cancelled_first_and_an_unknown_one_does_not_prevent_the_o
 }
 
 #[tokio::test]
+async fn default_socket_of_another_user_is_not_used() {
+    let fake = FakeDaemon::start().await;
+    let connect = async || {
+        let defaults = vec![fake.socket(), fake.dir.path().join("missing")];
+        within_a_minute(DaemonClient::connect_to_first(defaults)).await
+    };
+    assert!(connect().await.is_ok());
+    if !rustix::process::getuid().is_root() {
+        return;
+    }
+    for path in [fake.socket(), fake.dir.path().to_owned()] {
+        std::os::unix::fs::chown(&path, Some(65_534), None).unwrap();
+        let refused = connect().await.unwrap_err().message;
+        assert!(refused.contains("belongs to user 65534; --socket uses it"), "{refused}");
+        fake.connect().await;
+        std::os::unix::fs::chown(&path, Some(0), None).unwrap();
+    }
+}
+
+#[tokio::test]
 async fn unreachable_daemon_errors_name_the_socket() {
     let fake = FakeDaemon::start().await;
     let gone = DaemonAddress { socket: Some(fake.dir.path().join("other")) };

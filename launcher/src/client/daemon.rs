@@ -61,6 +61,22 @@ impl DaemonAddress {
     }
 }
 
+/// Refuses a default socket that another user may have created. Root has that user's `XDG_RUNTIME_DIR` after `su` or
+/// `sudo -E`, and a submission contains the whole environment.
+fn check_owner(socket: &Path) -> io::Result<()> {
+    use std::os::unix::fs::MetadataExt;
+    let trusted = [0, Uid::current().as_raw()];
+    for path in socket.parent().into_iter().chain([socket]) {
+        let owner = std::fs::metadata(path)?.uid();
+        if !trusted.contains(&owner) {
+            let message =
+                format!("{} belongs to user {owner}; --socket uses it nevertheless", path.display());
+            return Err(io::Error::other(message));
+        }
+    }
+    Ok(())
+}
+
 /// Returns the maximum number of items to request in the next page; 0 without a limit.
 fn missing<T>(limit: Option<u32>, items: &[T]) -> u32 {
     limit.map_or(0, |limit| limit.saturating_sub(u32::try_from(items.len()).unwrap_or(u32::MAX)))
@@ -79,9 +95,21 @@ impl DaemonClient {
     /// # Errors
     /// No daemon listens: the message lists the sockets tried and how to start one.
     pub(crate) async fn connect(address: &DaemonAddress) -> Result<Self, Refusal> {
+        Self::connect_to_first(address.sockets(|name| std::env::var_os(name))).await
+    }
+
+    /// Connects to the first of these sockets. Several sockets are the defaults.
+    pub(crate) async fn connect_to_first(sockets: Vec<PathBuf>) -> Result<Self, Refusal> {
+        let is_given = sockets.len() == 1;
         let mut problems = Vec::new();
-        for socket in address.sockets(|name| std::env::var_os(name)) {
-            match super::connect(&socket, DAEMON_CALL_TIMEOUT).await {
+        for socket in sockets {
+            let is_accepted = is_given || socket == Path::new(SYSTEM_SOCKET);
+            let owner = if is_accepted { Ok(()) } else { check_owner(&socket) };
+            let connected = match owner {
+                Ok(()) => super::connect(&socket, DAEMON_CALL_TIMEOUT).await,
+                Err(error) => Err(error),
+            };
+            match connected {
                 Ok(channel) => {
                     let client = NodeClient::new(channel).max_decoding_message_size(MAX_REPLY_BYTES);
                     return Ok(Self { socket, client });
