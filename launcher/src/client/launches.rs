@@ -1,5 +1,6 @@
 //! Finds the running launch that the user names, and calls its agent.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,7 +24,11 @@ const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) async fn find_all(run: Option<&Path>, command: &str) -> Result<Vec<Running>, String> {
     let running = registry::running();
     let Some(run) = run else {
-        return if running.is_empty() { Err(none_running(command)) } else { Ok(running) };
+        return if running.is_empty() {
+            Err(none_running(command, &registry::running_elsewhere()))
+        } else {
+            Ok(running)
+        };
     };
     let text = run.to_string_lossy();
     if let Some(exact) = running.iter().find(|launch| launch.name == text) {
@@ -35,7 +40,10 @@ pub(crate) async fn find_all(run: Option<&Path>, command: &str) -> Result<Vec<Ru
     let matches: Vec<_> = running.iter().filter(|launch| launch.name.starts_with(&*text)).cloned().collect();
     match matches.len() {
         1 => Ok(matches),
-        0 if running.is_empty() => Err(format!("no launch or path `{text}`; {}", none_running(command))),
+        0 if running.is_empty() => {
+            let none = none_running(command, &registry::running_elsewhere());
+            Err(format!("no launch or path `{text}`; {none}"))
+        }
         0 => {
             let ended = ended_logs(command);
             Err(format!("no launch is named `{text}`{ended}; running launches:{}", names(&running)))
@@ -56,8 +64,7 @@ pub(crate) async fn find_one(run: Option<&Path>, command: &str) -> Result<Runnin
     }
 }
 
-fn none_running(command: &str) -> String {
-    let elsewhere = registry::running_elsewhere();
+fn none_running(command: &str, elsewhere: &BTreeSet<PathBuf>) -> String {
     if !elsewhere.is_empty() {
         let commands = elsewhere.iter().map(|dir| format!("`xlaunch {command} {}`", dir.display()));
         return format!(
@@ -203,10 +210,16 @@ mod tests {
     async fn error_names_the_command_and_where_logs_of_ended_runs_are() {
         let dir = tempfile::tempdir().unwrap();
         for (command, has_logs) in [("logs", true), ("stop", false), ("status", false)] {
-            assert!(none_running(command).contains(&format!("`xlaunch {command} PATH`")), "{command}");
+            let none = none_running(command, &BTreeSet::new());
+            assert!(none.contains(&format!("`xlaunch {command} PATH`")), "{none}");
+            let other = none_running(command, &BTreeSet::from(["/t/xlaunch-0/a-1".into()]));
+            assert!(
+                other.ends_with(&format!("with others: `xlaunch {command} /t/xlaunch-0/a-1`")),
+                "{other}"
+            );
             let below = find_all(Some(dir.path()), command).await.unwrap_err();
             assert!(below.starts_with("no launch is running in or below "), "{below}");
-            for message in [none_running(command), below] {
+            for message in [none, below] {
                 assert_eq!(message.contains("RUN/logs/attempt_N/RANK"), has_logs, "{message}");
             }
         }
