@@ -10,6 +10,7 @@ use xlaunch_spec::paths::normalize;
 use super::DataError;
 
 /// Returns the files that match any of the absolute `patterns`, sorted by path, without duplicates and files in `skip`.
+/// One of several globs may match nothing, but a path without wildcards must exist.
 pub(super) fn matching(
     key: &'static str,
     patterns: &[String],
@@ -27,6 +28,11 @@ pub(super) fn matching(
             search(&base, &glob(key, pattern, &rest)?, skip, &mut found)?;
         } else if base.is_file() {
             found.push(FoundFile { is_linked: base.is_symlink(), path: base });
+        } else if base.is_dir() {
+            let reason = "it is a directory, but not one of prepared data; name its files by a glob".into();
+            return Err(DataError::Read { path: base, reason });
+        } else {
+            return Err(DataError::NoFiles { key, patterns: pattern.clone() });
         }
     }
     let files = walk::without_repeated_links(found);
@@ -115,6 +121,12 @@ mod tests {
         assert!(matching("data.train", &left_out, &root.join("runs")).is_err());
         let error = matching("data.train", &pattern("*.bin"), &root).unwrap_err().to_string();
         assert!(error.contains("data.train") && error.contains("*.bin"), "{error}");
+        for (other, problem) in [("sub/e.md", "no file matches `"), ("sub", "it is a directory")] {
+            let patterns = [pattern("**/*.md"), pattern(other)].concat();
+            let error = matching("data.train", &patterns, &root).unwrap_err().to_string();
+            assert!(error.contains(problem) && error.contains(other) && !error.contains('*'), "{error}");
+        }
+        assert_eq!(names(&[pattern("*.none"), pattern("*.md")].concat()), ["a.md", "b.md"]);
         let error = matching("data.train", &pattern("*.{md"), &root).unwrap_err().to_string();
         assert!(error.contains("*.{md` is not a valid glob"), "{error}");
     }
