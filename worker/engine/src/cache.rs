@@ -5,8 +5,12 @@
 //! under a temporary name and then renamed, so a reader sees all of it or nothing. With a lock file, one of several
 //! ranks computes the result while the others wait for it. An unusable cache only costs time.
 
-use std::fs::File;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
 
 use crate::error::Result;
 
@@ -36,7 +40,7 @@ pub(crate) fn cached<T>(
         return Ok(value);
     }
     // The lock is released with the last handle of the file, even if this process is killed.
-    let lock = File::create(path.with_extension("lock")).and_then(|file| file.lock().map(|()| file));
+    let lock = options().open(path.with_extension("lock")).and_then(|file| file.lock().map(|()| file));
     if lock.is_ok()
         && let Ok(value) = read(&path, &load)
     {
@@ -58,6 +62,35 @@ fn read<T>(path: &Path, load: &impl Fn(Vec<u8>) -> Result<T>) -> std::result::Re
 /// If the file system fails.
 pub fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let part = path.with_extension(format!("part-{}", std::process::id()));
-    std::fs::write(&part, bytes)?;
+    options().truncate(true).open(&part)?.write_all(bytes)?;
     std::fs::rename(&part, path)
+}
+
+/// Links are not followed: after `sudo`, the cache of root may be a directory of another user.
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
+    options
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_in_place_of_temporary_files_are_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, other) = (dir.path().join("file.bin"), dir.path().join("other"));
+        std::fs::write(&other, "kept").unwrap();
+        let part = path.with_extension(format!("part-{}", std::process::id()));
+        for link in [&part, &path.with_extension("lock")] {
+            std::os::unix::fs::symlink(&other, link).unwrap();
+            assert!(options().open(link).is_err());
+        }
+        assert!(write(&path, b"new").is_err());
+        assert_eq!(std::fs::read(&other).unwrap(), b"kept");
+        std::fs::remove_file(part).unwrap();
+        write(&path, b"new").unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"new");
+    }
 }
