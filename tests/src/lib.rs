@@ -41,6 +41,8 @@ pub use process::{
 };
 pub use slurm::Slurm;
 
+use std::net::TcpListener;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 /// Maximum time of any wait in a test before the test counts as hung. Generous, as machines may be shared and slow.
@@ -66,4 +68,20 @@ pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
         assert!(start.elapsed() < HANG_TIMEOUT, "timed out after {HANG_TIMEOUT:?} waiting for {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Returns the address of a port of this host on which nothing listens. The kernel takes ports of outgoing connections,
+/// and of listeners that name none, from a range above: other tests would take such a port before it is used.
+///
+/// # Panics
+/// If all ports are in use.
+pub fn free_endpoint() -> String {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    const PORTS: std::ops::Range<u32> = 10_000..20_000;
+    let mut free = PORTS.map(|_| {
+        // Programs that run at once begin at different ports.
+        let number = std::process::id() * 101 + u32::from(NEXT.fetch_add(1, Ordering::Relaxed));
+        format!("127.0.0.1:{}", PORTS.start + number % (PORTS.end - PORTS.start))
+    });
+    free.find(|endpoint| TcpListener::bind(endpoint).is_ok()).expect("no port is free")
 }

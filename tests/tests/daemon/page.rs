@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Node, Process, requirements, send_signal, wait_for};
+use xlaunch_tests::{Node, Process, free_endpoint, requirements, send_signal, wait_for};
 
 xlaunch_harness::tests! {
     http_api_and_metrics_agree_with_grpc,
@@ -38,8 +38,7 @@ impl Case {
         let foreign = Process::spawn(Command::new("sleep").arg("1000"));
         let used = format!("GPU-{:08} 0 {}", 2, foreign.pid());
         let gpus = ["GPU-00000000 0", "GPU-00000001 0", &used, "GPU-00000003 4"];
-        // The kernel does not give the same port to another process soon.
-        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+        let address = free_endpoint();
         let node = Node::with_gpus(
             &gpus,
             &format!("cpu_workers = 64\n[web]\nlisten = \"{address}\"\nshow_logs = true"),

@@ -1,11 +1,9 @@
 //! Views of a job on several nodes for users of each node, and of a coordinator outside of all nodes. Nodes are agents
 //! on loopback with separate runtime directories.
 
-use std::net::TcpListener;
-
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Job, Launch, Process, wait_for};
+use xlaunch_tests::{Job, Launch, Process, free_endpoint, wait_for};
 
 use crate::FAKE_WORKER;
 
@@ -57,11 +55,6 @@ impl Nodes {
             output.stdout.contains(text).then_some(())
         });
     }
-}
-
-/// Returns an address with a port that was free.
-fn free_endpoint() -> String {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
 fn wait_for_stdout(process: &Process, text: &str) {

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::Signal;
-use xlaunch_tests::{Launch, Output, Process, children, is_alive, sorted_lines, wait_for};
+use xlaunch_tests::{Launch, Output, Process, children, free_endpoint, is_alive, sorted_lines, wait_for};
 
 use crate::FAKE_SSH;
 
@@ -28,15 +28,9 @@ xlaunch_harness::tests! {
 
 /// Starts `script` on these hosts of the fake client.
 fn spawn(launch: &Launch, hosts: &str, options: &[&str], script: &str) -> Process {
-    let endpoint = endpoint();
+    let endpoint = free_endpoint();
     let flags = ["--hosts", hosts, "--ssh", FAKE_SSH, "--rdzv-endpoint", &endpoint];
     launch.spawn(&[&flags, options, &["--", "sh", "-c", script]].concat())
-}
-
-/// Returns the endpoint of one launch's coordinator: all hosts are this machine.
-fn endpoint() -> String {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    free.local_addr().unwrap().to_string()
 }
 
 fn run(launch: &Launch, hosts: &str, options: &[&str], script: &str) -> Output {
@@ -57,7 +51,7 @@ fn wait_until_dead(pids: &[u32]) {
 fn every_host_runs_the_command_with_its_slots_directory_arguments_and_environment() {
     let launch = Launch::new();
     let script = r#"echo "$HOSTNAME $RANK/$WORLD_SIZE $EXTRA ${SECRET-none} $NCCL_DEBUG $(pwd -P)|$1|$2|""#;
-    let endpoint = endpoint();
+    let endpoint = free_endpoint();
     let flags =
         ["--hosts", "a:2,chatty", "--ssh", FAKE_SSH, "--rdzv-endpoint", &endpoint, "--export", "EXTRA"];
     let arguments = ["--", "sh", "-c", script, "sh", "it's a \"test\" $HOME \\", "ü"];
@@ -84,7 +78,7 @@ fn host_file_and_torchruns_name_are_accepted() {
     let torchrun = launch.path().join("torchrun");
     std::os::unix::fs::symlink(xlaunch_tests::xlaunch_path(), &torchrun).unwrap();
     let mut command = Command::new(torchrun);
-    command.args(["--hostfile", "hosts", "--ssh", FAKE_SSH, "--rdzv-endpoint", &endpoint()]);
+    command.args(["--hostfile", "hosts", "--ssh", FAKE_SSH, "--rdzv-endpoint", &free_endpoint()]);
     command.args(["--no-python", "sh"]).arg(script);
     command.current_dir(launch.path()).env("XDG_RUNTIME_DIR", launch.runtime_dir());
     let run = Process::spawn(&mut command).wait();
@@ -194,7 +188,10 @@ fn first_interrupt_stops_the_job_on_all_hosts() {
             "trap 'echo $HOSTNAME stops; exit 0' {number}; echo ready >&2; while :; do sleep 0.1; done"
         );
         let run = spawn(&launch, "a,b", &[], &script);
-        wait_for("both workers", || (run.stderr().matches("ready").count() == 2).then_some(()));
+        wait_for("both workers", || {
+            assert!(is_alive(run.pid()), "{}", run.stderr());
+            (run.stderr().matches("ready").count() == 2).then_some(())
+        });
         run.signal(signal);
         let run = run.wait();
         let found = (run.code, sorted_lines(&run.stdout));
@@ -206,7 +203,10 @@ fn second_interrupt_kills_the_job_on_all_hosts() {
     let launch = Launch::new();
     let script = "trap '' INT TERM; echo $$ > pid.$HOSTNAME; echo ready >&2; while :; do sleep 0.1; done";
     let run = spawn(&launch, "a,b", &[], script);
-    wait_for("both workers", || (run.stderr().matches("ready").count() == 2).then_some(()));
+    wait_for("both workers", || {
+        assert!(is_alive(run.pid()), "{}", run.stderr());
+        (run.stderr().matches("ready").count() == 2).then_some(())
+    });
     let workers = pids(&launch, &["pid.a", "pid.b"]);
     run.signal(Signal::INT);
     // The agents must not take two signals for one.
@@ -273,7 +273,7 @@ fn more_hosts_than_connect_at_once_are_started() {
     let shell = Launch::with_program("sh");
     let mut command = shell.command(&["-c", "ulimit -Sn 128; exec \"$@\"", "sh"]);
     command.arg(xlaunch_tests::xlaunch_path());
-    command.args(["--hosts", &hosts.join(","), "--ssh", FAKE_SSH, "--rdzv-endpoint", &endpoint()]);
+    command.args(["--hosts", &hosts.join(","), "--ssh", FAKE_SSH, "--rdzv-endpoint", &free_endpoint()]);
     command.args(["--", "sh", "-c", "echo $HOSTNAME"]);
     let run = Process::spawn(&mut command).wait();
     assert_eq!(run.code, 0, "{}", run.stderr);
@@ -284,7 +284,7 @@ fn launchers_own_error_file_names_the_host_that_failed() {
     let launch = Launch::new();
     let file = launch.path().join("own.json");
     let start = |hosts: &str, script: &str| {
-        let endpoint = endpoint();
+        let endpoint = free_endpoint();
         let flags = ["--hosts", hosts, "--ssh", FAKE_SSH, "--rdzv-endpoint", &endpoint];
         let mut command = launch.command(&[&flags[..], &["--", "sh", "-c", script]].concat());
         Process::spawn(command.env("TORCHELASTIC_ERROR_FILE", &file)).wait()

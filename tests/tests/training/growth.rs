@@ -3,14 +3,13 @@
 //! same path.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Job, Output, Process, wait_for};
+use xlaunch_tests::{Job, Output, Process, free_endpoint, wait_for};
 
 xlaunch_harness::tests! {
     growing_and_shrinking_with_a_shared_directory_loses_no_checkpoint_that_was_announced,
@@ -64,7 +63,7 @@ impl History {
     fn new(seed: u64, shared: bool) -> Self {
         let job = Job::new();
         (0..MOST_NODES).for_each(|node| std::fs::create_dir(job.path().join(format!("n{node}"))).unwrap());
-        let endpoint = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+        let endpoint = free_endpoint();
         let mut command = job.command(&["rendezvous", "--rdzv-insecure", "--listen", &endpoint]);
         let coordinator = Process::spawn(&mut command);
         coordinator.wait_for_stderr("coordinating one job");
