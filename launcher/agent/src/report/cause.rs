@@ -135,6 +135,9 @@ fn not_started(failure: &SpawnFailure, evidence: &Evidence) -> Option<Cause> {
     let cause = match Errno::from_raw_os_error(failure.errno) {
         Errno::NOENT if program.contains('/') => {
             Cause::new(format!("file `{program}` not found, or the interpreter in its first line is missing"))
+                .with_help(
+                    "a script with Windows line ends (CRLF) names no interpreter: `sed -i 's/\\r$//' FILE`",
+                )
         }
         Errno::NOENT if program.ends_with(".py") => Cause::new(format!("program `{program}` not found"))
             .with_help("to run it with Python, leave out `--` and `--no-python`"),

@@ -203,8 +203,9 @@ fn programs_that_cannot_be_started() {
     assert_eq!(missing.1, "install it, or give its path; directories searched (PATH): /bin:/usr/bin");
     let script = failed(Errno::NOENT, "train.py");
     assert_eq!(script.1, "to run it with Python, leave out `--` and `--no-python`");
-    let file = failed(Errno::NOENT, "./run.sh").0;
-    assert_eq!(file, "file `./run.sh` not found, or the interpreter in its first line is missing");
+    let file = failed(Errno::NOENT, "./run.sh");
+    assert_eq!(file.0, "file `./run.sh` not found, or the interpreter in its first line is missing");
+    assert!(file.1.contains("(CRLF)"), "{}", file.1);
     assert!(failed(Errno::ACCESS, "./run.sh").1.starts_with("chmod +x ./run.sh"));
     assert_eq!(failed(Errno::NOEXEC, "./a").0, "`./a` is not an executable for this machine");
     let limit = Reached { what: "pids.max is 4".into(), help: "raise it".into() };
