@@ -83,7 +83,15 @@ pub(crate) struct FoundDir {
 
 /// Returns the path of the socket of a job's agent, given the state directory.
 pub(crate) fn agent_socket(state: &Path, job: u64) -> PathBuf {
-    state.join("jobs").join(job.to_string()).join("agent").join(SOCKET)
+    agent_dir(&jobs_dir(state), job).join(SOCKET)
+}
+
+fn jobs_dir(state: &Path) -> PathBuf {
+    state.join("jobs")
+}
+
+fn agent_dir(jobs: &Path, job: u64) -> PathBuf {
+    jobs.join(job.to_string()).join("agent")
 }
 
 /// Checks the length of the path of a unix socket. The kernel accepts one more byte, but most programs do not.
@@ -106,7 +114,7 @@ pub(crate) struct JobDirs {
 impl JobDirs {
     /// Opens or creates `jobs` and `trash` in the state directory.
     pub(crate) fn open(state: &Path) -> io::Result<Self> {
-        let root = state.join("jobs");
+        let root = jobs_dir(state);
         open_or_create(&root, 0o711)?;
         let arrays = state.join("arrays");
         open_or_create(&arrays, 0o700)?;
@@ -121,7 +129,7 @@ impl JobDirs {
 
     /// Returns the part of the job's directory that its user owns.
     pub(crate) fn agent(&self, job: u64) -> PathBuf {
-        self.job(job).join("agent")
+        agent_dir(&self.root, job)
     }
 
     pub(crate) fn logs(&self, job: u64) -> PathBuf {
