@@ -44,6 +44,14 @@ fn pids(launch: &Launch, names: &[&str]) -> Vec<u32> {
     })
 }
 
+/// Waits until two workers have written `ready`. Fails if the launch ends before.
+fn wait_for_both_workers(run: &Process) {
+    wait_for("both workers", || {
+        assert!(is_alive(run.pid()), "{}", run.stderr());
+        (run.stderr().matches("ready").count() == 2).then_some(())
+    });
+}
+
 fn wait_until_dead(pids: &[u32]) {
     wait_for("workers to be killed", || (!pids.iter().any(|pid| is_alive(*pid))).then_some(()));
 }
@@ -188,10 +196,7 @@ fn first_interrupt_stops_the_job_on_all_hosts() {
             "trap 'echo $HOSTNAME stops; exit 0' {number}; echo ready >&2; while :; do sleep 0.1; done"
         );
         let run = spawn(&launch, "a,b", &[], &script);
-        wait_for("both workers", || {
-            assert!(is_alive(run.pid()), "{}", run.stderr());
-            (run.stderr().matches("ready").count() == 2).then_some(())
-        });
+        wait_for_both_workers(&run);
         run.signal(signal);
         let run = run.wait();
         let found = (run.code, sorted_lines(&run.stdout));
@@ -203,10 +208,7 @@ fn second_interrupt_kills_the_job_on_all_hosts() {
     let launch = Launch::new();
     let script = "trap '' INT TERM; echo $$ > pid.$HOSTNAME; echo ready >&2; while :; do sleep 0.1; done";
     let run = spawn(&launch, "a,b", &[], script);
-    wait_for("both workers", || {
-        assert!(is_alive(run.pid()), "{}", run.stderr());
-        (run.stderr().matches("ready").count() == 2).then_some(())
-    });
+    wait_for_both_workers(&run);
     let workers = pids(&launch, &["pid.a", "pid.b"]);
     run.signal(Signal::INT);
     // The agents must not take two signals for one.
