@@ -222,9 +222,16 @@ impl Node {
     }
 
     /// Waits until the job is in this state.
+    ///
+    /// # Panics
+    /// If it ends in another one.
     pub fn wait(&self, job: u64, state: &str) -> Value {
         wait_for(&format!("job {job} to be {state}"), || {
-            Some(self.job(job)).filter(|job| job["state"] == state)
+            let shown = self.job(job);
+            let reached = shown["state"] == state;
+            let has_ended = ["done", "failed", "cancelled", "lost"].iter().any(|end| shown["state"] == *end);
+            assert!(reached || !has_ended, "{shown:#}\n{}", self.run(&["logs", &job.to_string()]).stdout);
+            reached.then_some(shown)
         })
     }
 
