@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use onig::{MatchParam, Regex, RegexOptions, SearchOptions, Syntax};
 use safetensors::tensor::TensorInfo;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -181,8 +182,16 @@ impl PeftDirectory {
         }
         let lora = LoraSection { targets, ..all };
         let mut adapter = Adapter::zeroed(shape, lora.clone())?;
-        for tensor in self.expected(shape, &lora, &found)? {
-            if found.contains_key(&tensor.name) && self.config.leaves_out(&tensor) {
+        let selection = self.selection()?;
+        // Layers that PEFT does not adapt lack A and B. Both stay zero, also in training, as the gradient of each
+        // contains the other.
+        let modules = tensors(shape, &layout(shape, &lora)?);
+        let is_adapted = |pair: &&[Mapped]| {
+            pair.iter().any(|tensor| found.contains_key(&tensor.name)) || !selection.leaves_out(&pair[0])
+        };
+        let expected: Vec<&Mapped> = modules.chunks_exact(2).filter(is_adapted).flatten().collect();
+        for tensor in expected {
+            if found.contains_key(&tensor.name) && selection.leaves_out(tensor) {
                 let problem = "PEFT does not read it: `target_modules`, `exclude_modules` or `layers_to_transform` of \
                                the configuration leave its layer out; correct them, or remove it from the file";
                 return Err(source::tensor_error(&path, &tensor.name, problem).into());
@@ -193,7 +202,7 @@ impl PeftDirectory {
                                out";
                 return Err(source::tensor_error(&path, &tensor.name, problem).into());
             };
-            source::check_type(&path, &tensor.name, &info, &tensor)?;
+            source::check_type(&path, &tensor.name, &info, tensor)?;
             source::check_place(&path, &tensor.name, &info, data, bytes)?;
             let (begin, end) = info.data_offsets;
             let mut bytes = vec![0; end - begin];
@@ -214,68 +223,165 @@ impl PeftDirectory {
         }
     }
 
-    /// Returns the tensors that the file must have. Layers in blocks that PEFT does not adapt lack A and B. Both stay
-    /// zero, also in training, as the gradient of each contains the other.
-    fn expected(
-        &self,
-        shape: &ModelShape,
-        lora: &LoraSection,
-        found: &HashMap<String, TensorInfo>,
-    ) -> Result<Vec<Mapped>, WorkerError> {
-        let is_adapted = |pair: &&[Mapped]| {
-            pair.iter().any(|tensor| found.contains_key(&tensor.name))
-                || !block(&pair[0]).is_some_and(|block| self.config.may_omit(block))
+    /// Returns the layers that the configuration selects.
+    fn selection(&self) -> Result<Selection<'_>, ModelError> {
+        let names = |key: &str, value| {
+            Names::of(value).map_err(|problem| ModelError::Config {
+                path: self.path.join(ADAPTER_CONFIG),
+                key: key.into(),
+                problem,
+            })
         };
-        let all = tensors(shape, &layout(shape, lora)?);
-        Ok(all.chunks_exact(2).filter(is_adapted).flatten().cloned().collect())
+        let config = &self.config;
+        // Further layers, by the names of their weights, which are not compared.
+        let has_more = config.target_parameters.as_array().is_some_and(|names| !names.is_empty());
+        Ok(Selection {
+            targets: names("target_modules", if has_more { &Value::Null } else { &config.target_modules })?,
+            excluded: names("exclude_modules", &config.exclude_modules)?,
+            blocks: &config.layers_to_transform,
+        })
     }
 }
 
-/// Returns the block that a tensor of an adapter belongs to.
-fn block(tensor: &Mapped) -> Option<usize> {
-    tensor.name.split('.').find_map(|part| part.parse().ok())
+/// The layers that PEFT adapts.
+struct Selection<'a> {
+    /// `None`: all.
+    targets: Option<Names<'a>>,
+    excluded: Option<Names<'a>>,
+    blocks: &'a Value,
 }
 
-impl Config {
-    /// Returns whether PEFT does not adapt the layer of a tensor. Regular expressions are not compared.
+impl Selection<'_> {
+    /// Returns whether PEFT does not adapt the layer of a tensor.
     fn leaves_out(&self, tensor: &Mapped) -> bool {
         let layer = tensor.name.strip_prefix(PREFIX).and_then(|name| name.split_once(".lora_"));
         let Some((layer, _)) = layer else { return false };
-        let names_it = |names: &[Value]| {
-            let mut names = names.iter().filter_map(Value::as_str);
-            names.any(|name| {
-                layer.strip_suffix(name).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-            })
-        };
-        // Further layers, by the names of their weights.
-        let has_more = self.target_parameters.as_array().is_some_and(|names| !names.is_empty());
-        let Some(targets) = self.target_modules.as_array().filter(|_| !has_more) else { return false };
-        !names_it(targets)
-            || self.exclude_modules.as_array().is_some_and(|names| names_it(names))
-            || block(tensor).is_some_and(|block| !self.is_chosen(block))
-    }
-
-    /// Returns whether `layers_to_transform` includes a block.
-    fn is_chosen(&self, block: usize) -> bool {
-        let is_block = |value: &Value| value.as_u64() == Some(block as u64);
-        match &self.layers_to_transform {
+        let block = layer.split('.').find_map(|part| part.parse::<u64>().ok());
+        let is_block = |value: &Value| block.is_some_and(|block| value.as_u64() == Some(block));
+        let is_chosen = match self.blocks {
             Value::Null => true,
             Value::Array(blocks) => blocks.is_empty() || blocks.iter().any(is_block),
             one => is_block(one),
+        };
+        let Some(targets) = &self.targets else { return false };
+        !targets.matches(layer)
+            || self.excluded.as_ref().is_some_and(|names| names.matches(layer))
+            || !is_chosen
+    }
+}
+
+/// Names of layers in PEFT's configuration.
+enum Names<'a> {
+    /// A layer has one of these names, or a name that ends with a dot and one of them.
+    Ends(Vec<&'a str>),
+    /// The whole name matches.
+    Pattern(Regex),
+}
+
+impl<'a> Names<'a> {
+    /// Reads a list of names or a regular expression. `None` without either, and for `all-linear`.
+    fn of(value: &'a Value) -> Result<Option<Self>, String> {
+        match value {
+            Value::String(all) if all.eq_ignore_ascii_case("all-linear") => Ok(None),
+            Value::String(pattern) if !pattern.is_empty() => {
+                python_pattern(pattern).map(|pattern| Some(Self::Pattern(pattern)))
+            }
+            Value::Array(names) => Ok(Some(Self::Ends(names.iter().filter_map(Value::as_str).collect()))),
+            _ => Ok(None),
         }
     }
 
-    /// Returns whether a block may lack adapters of layers that have one in other blocks.
-    fn may_omit(&self, block: usize) -> bool {
-        let has_number = |name: &str| name.split('.').any(|part| part.parse::<usize>().is_ok());
-        // A regular expression may match in some blocks, and names may begin with a block: `0.self_attn.q_proj`.
-        let names_blocks = match &self.target_modules {
-            Value::String(pattern) => pattern != "all-linear",
-            Value::Array(names) => names.iter().filter_map(Value::as_str).any(has_number),
-            _ => false,
-        };
-        !self.is_chosen(block) || names_blocks || !self.exclude_modules.is_null()
+    fn matches(&self, layer: &str) -> bool {
+        match self {
+            Self::Ends(names) => names.iter().any(|name| {
+                layer.strip_suffix(name).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+            }),
+            Self::Pattern(pattern) => {
+                let whole = SearchOptions::SEARCH_OPTION_NONE;
+                // An error is a search that takes too long.
+                let found = pattern.match_with_param(layer, 0, whole, None, MatchParam::default());
+                found.is_ok_and(|end| end.is_some())
+            }
+        }
     }
+}
+
+/// Compiles a regular expression that matches the same whole names as `re.fullmatch` in Python.
+///
+/// # Errors
+/// The problem, if it is not valid, or has a construct that may have another meaning in Python.
+fn python_pattern(pattern: &str) -> Result<Regex, String> {
+    if let Some(construct) = python_only(pattern) {
+        return Err(format!(
+            "the regular expression {pattern:?} has {construct:?}, which is not supported; list the names of the layers"
+        ));
+    }
+    // As in `re.fullmatch`, the end decides between alternatives.
+    let whole = format!(r"\A(?:{pattern})\Z");
+    Regex::with_options(&whole, RegexOptions::REGEX_OPTION_NONE, Syntax::python())
+        .map_err(|error| format!("the regular expression {pattern:?} is not valid: {}", error.description()))
+}
+
+/// Returns the first construct of a regular expression that Oniguruma may read in another way than Python: flags,
+/// names, references and conditions, sets in sets, and unusual quantifiers.
+fn python_only(pattern: &str) -> Option<&str> {
+    const GROUPS: [&str; 5] = ["(?:", "(?=", "(?!", "(?<=", "(?<!"];
+    let (mut at, mut in_set, mut quantified) = (0, false, false);
+    while let Some(character) = pattern[at..].chars().next() {
+        let rest = &pattern[at..];
+        let (mut len, mut quantifies) = (character.len_utf8(), false);
+        match character {
+            '\\' => {
+                let escaped = rest[1..].chars().next()?;
+                len += escaped.len_utf8();
+                // Oniguruma has anchors with quotes and angle brackets.
+                let is_literal = escaped.is_ascii_punctuation() && !"`'<>".contains(escaped);
+                if !is_literal && !"dDwWsS".contains(escaped) {
+                    return Some(&rest[..len]);
+                }
+            }
+            ']' => in_set = false,
+            '[' if in_set => return Some("["),
+            '[' => {
+                in_set = true;
+                len += usize::from(rest[1..].starts_with('^'));
+                // The first bracket is a member of the set.
+                if rest[len..].starts_with(']') {
+                    return Some(&rest[..=len]);
+                }
+            }
+            '&' | '|' | '~' | '-' if in_set && rest[1..].starts_with(character) => return Some(&rest[..2]),
+            _ if in_set => {}
+            '(' if rest.starts_with("(?") => {
+                let group = GROUPS.iter().find(|group| rest.starts_with(**group));
+                let Some(group) = group else { return Some(rest.get(..3).unwrap_or(rest)) };
+                (len, quantifies) = (group.len(), true);
+            }
+            // Nothing to repeat.
+            '(' => quantifies = true,
+            '*' | '+' | '?' | '{' => {
+                let end = rest.find('}').filter(|_| character == '{').unwrap_or(0);
+                let quantifier = &rest[..=end];
+                if quantified || character == '{' && !is_repetition(quantifier) {
+                    return Some(quantifier);
+                }
+                (len, quantifies) = (quantifier.len(), true);
+                // A lazy quantifier matches the same whole names.
+                len += usize::from(character != '{' && rest[len..].starts_with('?'));
+            }
+            _ => {}
+        }
+        (at, quantified) = (at + len, quantifies);
+    }
+    None
+}
+
+/// Returns whether this is `{n}`, `{n,}` or `{n,m}`.
+fn is_repetition(quantifier: &str) -> bool {
+    let is_count = |count: &str| !count.is_empty() && count.bytes().all(|byte| byte.is_ascii_digit());
+    let counts = quantifier.trim_matches(['{', '}']);
+    let (from, to) = counts.split_once(',').unwrap_or((counts, ""));
+    is_count(from) && (to.is_empty() || is_count(to))
 }
 
 /// Returns the tensors of an adapter, A and B of each layer, in the arena of adapters.
@@ -484,15 +590,53 @@ mod tests {
             ("target_modules", attention.clone()),
             ("target_modules", json!(["proj"])),
             ("exclude_modules", json!(["mlp.up_proj"])),
+            ("exclude_modules", json!(r".*\.mlp\.(up|down)_proj")),
             ("layers_to_transform", json!([0, 2])),
             ("layers_to_transform", json!(1)),
+            ("target_modules", json!(r".*\.(q|k|v|o)_proj")),
+            ("target_modules", json!(r"^(?!.*\.1\.)model\.layers\.[0-9]{1,2}\.(?:self_attn|mlp)\.\w+$")),
+            // The whole name has to match.
+            ("target_modules", json!("q_proj|.*_proj.")),
         ] {
             let error = reread(&shape, std::slice::from_ref(&keys), |_| true).unwrap_err();
             assert!(error.contains("PEFT does not read it"), "{keys:?}: {error}");
         }
         reread(&shape, &[("target_modules", attention)], |name| name.contains("self_attn")).unwrap();
+        for all in [
+            "all-linear",
+            "All-Linear",
+            r".*_proj",
+            r"model\.layers\.\d+\.\S+?\.(q_proj|[^q]+_proj)",
+            "model|model.*",
+        ] {
+            reread(&shape, &[("target_modules", json!(all))], |_| true).unwrap();
+        }
         let parameters = ("target_parameters", json!(["q_proj.weight"]));
         reread(&shape, &[("target_modules", json!([])), parameters], |name| name.contains("q_proj")).unwrap();
+    }
+
+    #[test]
+    fn regular_expressions_that_python_may_read_otherwise_are_refused() {
+        let shape = ModelShape { layers: 1, ..Arch::Llama.base() };
+        for (pattern, why) in [
+            ("(?i).*Q_PROJ", "has \"(?i\""),
+            (r"(?P<a>.*)_proj", "has \"(?P\""),
+            (r"(.).*\1_proj", r#"has "\\1""#),
+            (".*++_proj", "has \"+\""),
+            (".*_proj{,2}", "has \"{,2}\""),
+            (".*{2}?_proj", "has \"{2}\""),
+            ("[[:alpha:].0_]+", "has \"[\""),
+            ("[]a].*", "has \"[]\""),
+            ("[a--b].*", "has \"--\""),
+            (r".*_proj\'", r#"has "\\'""#),
+            ("(*FAIL)", "has \"*\""),
+            (".*(_proj", "is not valid"),
+        ] {
+            for key in ["target_modules", "exclude_modules"] {
+                let error = reread(&shape, &[(key, json!(pattern))], |_| true).unwrap_err();
+                assert!(error.contains(key) && error.contains(why), "{pattern}: {error}");
+            }
+        }
     }
 
     #[test]
