@@ -33,7 +33,7 @@ pub(crate) fn files(
         bos: tokenizer.and_then(Tokenizer::bos),
     };
     let inherited = inherited(state, tokenizer);
-    let generation = config::inherit(config::generation(ids), &inherited.generation_config, ids);
+    let generation = config::generation(ids, &inherited.config, &inherited.generation_config);
     let mut files = tokenizer_files(shape, tokenizer, &inherited)?;
     files.push((GENERATION_CONFIG, text(&generation)));
     files.push((MODEL_CARD, model_card(family, state, layout, dtype, tokenizer).into_bytes()));

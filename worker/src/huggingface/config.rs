@@ -268,7 +268,7 @@ pub(super) fn inherit_config(
 
 /// Restores keys of the original `config.json` or `generation_config.json` in that of a model that was trained from it.
 /// Values that this export determines are not restored. Ids that end a text are merged from both.
-pub(super) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) -> Value {
+fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) -> Value {
     const OF_THIS_EXPORT: [&str; 7] =
         ["dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "n_positions", "n_ctx", FURTHER_BLOCKS];
     // Two of these name files of Python, which are not part of the export.
@@ -301,9 +301,19 @@ pub(super) fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) 
     Value::Object(config)
 }
 
-/// Returns `generation_config.json`. Without this file, libraries use the ids from the defaults of the architecture.
-pub(super) fn generation(ids: TokenIds) -> Value {
-    json!({"bos_token_id": ids.bos.or(ids.end_of_text), "eos_token_id": ids.end_of_text, "do_sample": false})
+/// Returns `generation_config.json`, from the original `config.json` and `generation_config.json`. Without this file,
+/// libraries use the ids from the defaults of the architecture.
+pub(super) fn generation(ids: TokenIds, config: &Map<String, Value>, read: &Map<String, Value>) -> Value {
+    let bos = ids.bos.or(ids.end_of_text);
+    let written = json!({"bos_token_id": bos, "eos_token_id": ids.end_of_text, "do_sample": false});
+    let mut read = read.clone();
+    // Libraries that find this file do not read the ids of the other one.
+    for key in ["bos_token_id", "eos_token_id", "pad_token_id"] {
+        if let Some(id) = config.get(key).filter(|_| !read.contains_key(key)) {
+            read.insert(key.into(), id.clone());
+        }
+    }
+    inherit(written, &read, ids)
 }
 
 /// Returns the key of `config.json` for a key of `[model]`.

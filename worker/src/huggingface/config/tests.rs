@@ -186,6 +186,27 @@ fn inherited_settings_are_written_back_unless_training_decides_them() {
 }
 
 #[test]
+fn ids_that_a_generation_config_lacks_are_those_of_the_configuration() {
+    let object = |value: Value| value.as_object().unwrap().clone();
+    let ids = TokenIds { end_of_text: Some(7), bos: None };
+    let config =
+        object(json!({"bos_token_id": null, "eos_token_id": [3, 4], "pad_token_id": 5, "vocab_size": 9}));
+    assert_eq!(
+        generation(ids, &config, &Map::new()),
+        json!({"bos_token_id": null, "eos_token_id": [3, 4, 7], "pad_token_id": 5, "do_sample": false})
+    );
+    let read = object(json!({"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.5}));
+    assert_eq!(
+        generation(ids, &config, &read),
+        json!({"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 5, "temperature": 0.5, "do_sample": false})
+    );
+    assert_eq!(
+        generation(ids, &Map::new(), &Map::new()),
+        json!({"bos_token_id": 7, "eos_token_id": 7, "do_sample": false})
+    );
+}
+
+#[test]
 fn settings_are_inherited_although_the_model_is_longer_and_its_rotation_depends_on_the_length() {
     let rope_scaling = RopeScaling::Yarn {
         factor: 2.0,
