@@ -17,6 +17,7 @@ use rayon::prelude::*;
 use rustix::fs::OFlags;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
+use serde_json::{Map, Value};
 use xlaunch_spec::model::ModelShape;
 
 use super::families::Family;
@@ -24,7 +25,7 @@ use super::tensor_names::{self, Mapped, Order};
 use super::without_effect::FURTHER_BLOCKS;
 use super::{ADAPTER_CONFIG, INDEX, ModelError, WEIGHTS, config, mxfp4};
 use crate::checkpoint::{Abandoned, Arena, Piece, Sink, read_header};
-use crate::inherited::CONFIG;
+use crate::inherited::{CONFIG, GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG};
 use crate::model::layout::Layout;
 
 /// Size limit of files that are read whole. An index has about 100 bytes per tensor.
@@ -107,6 +108,7 @@ impl Directory {
         let file = path.join(CONFIG);
         let json = read_whole(&file, MAX_CONFIG_BYTES)?;
         let shape = config::parse(&file, &json)?;
+        check_settings(path)?;
         let further_blocks = config::further_blocks(&json);
         let mut directory = Self { path: path.into(), shape, untied: false, further_blocks };
         if directory.shape.tied && directory.has_other_head() {
@@ -207,7 +209,18 @@ impl Directory {
     fn files(&self) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
         let index = self.path.join(INDEX);
         refuse_other_weights(&self.path)?;
-        if self.path.join(WEIGHTS).exists() || !index.exists() {
+        let has_weights = self.path.join(WEIGHTS).exists();
+        if !has_weights
+            && !index.exists()
+            && let Some(other) = other_safetensors(&self.path)
+        {
+            let reason = format!(
+                "it has neither {WEIGHTS} nor {INDEX}, but {other}, which is not read: download the missing file, or \
+                 convert the model with `model.save_pretrained(DIR)` in Python"
+            );
+            return Err(ModelError::Read { path: self.path.clone(), reason });
+        }
+        if has_weights || !index.exists() {
             return Ok(BTreeMap::from([(WEIGHTS.to_owned(), Vec::new())]));
         }
         files_of_index(&index, &read_whole(&index, MAX_INDEX_BYTES)?)
@@ -262,6 +275,28 @@ impl Directory {
     }
 }
 
+/// Requires that the other files of settings, which exports write back, can be read.
+fn check_settings(path: &Path) -> Result<(), ModelError> {
+    for name in [GENERATION_CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP] {
+        let file = path.join(name);
+        if file.exists() {
+            let json = read_whole(&file, MAX_CONFIG_BYTES)?;
+            serde_json::from_slice::<Map<String, Value>>(&json).map_err(|error| ModelError::Read {
+                path: file.clone(),
+                reason: format!("not an object of JSON: {error}"),
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the name of a file in this format, such as `consolidated.safetensors`.
+fn other_safetensors(path: &Path) -> Option<String> {
+    let names =
+        std::fs::read_dir(path).ok()?.flatten().filter_map(|file| file.file_name().into_string().ok());
+    names.filter(|name| name.ends_with(".safetensors")).min()
+}
+
 /// Finds a tensor of experts among those that are quantized to MXFP4.
 fn quantized(
     files: &[(PathBuf, File)],
@@ -290,8 +325,15 @@ fn quantized(
     Ok(Some(Part { tensor, file, at, dtype: Dtype::U8, scales: Some(scales) }))
 }
 
-/// Describes a tensor that is missing. Wrappers such as that of `torch.compile` put a prefix before all names.
-fn not_found<'a>(name: &str, others: impl Iterator<Item = &'a String>) -> String {
+/// Describes a tensor that is missing. Wrappers such as that of `torch.compile` put a prefix before all names, and
+/// models of images have the text model as a part.
+fn not_found<'a>(name: &str, others: impl Iterator<Item = &'a String> + Clone) -> String {
+    if let Some(part) = others.clone().filter(|other| other.contains("language_model.")).min() {
+        return format!(
+            "not found, but {part:?} is: the files are those of a model of images or sound; save its text model on its \
+             own in Python, which consists of `language_model` and `lm_head`"
+        );
+    }
     let prefixes = others.filter_map(|other| other.strip_suffix(name)).filter(|prefix| prefix.ends_with('.'));
     let Some(prefix) = prefixes.min() else { return "not found".into() };
     let other = format!("{prefix}{name}");

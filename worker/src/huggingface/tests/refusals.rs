@@ -73,6 +73,47 @@ fn names_with_the_prefix_of_a_wrapper_are_refused_with_the_prefix() {
     }
 }
 
+/// An export would lack what they set.
+#[test]
+fn settings_that_cannot_be_read_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = &shapes()[0];
+    let output = exported(dir.path(), shape);
+    for name in ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"] {
+        fs::write(output.join(name), "{\"eos_token_id\": 1,}").unwrap();
+        let error = read(&output, shape).unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains("not an object of JSON: trailing comma"), "{error}");
+        fs::remove_file(output.join(name)).unwrap();
+    }
+}
+
+#[test]
+fn weights_in_a_file_of_another_name_are_refused_with_its_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = &shapes()[0];
+    let output = exported(dir.path(), shape);
+    fs::rename(output.join("model.safetensors"), output.join("model-00001-of-00001.safetensors")).unwrap();
+    let error = read(&output, shape).unwrap_err().to_string();
+    assert!(error.contains("index.json, but model-00001-of-00001.safetensors"), "{error}");
+}
+
+#[test]
+fn weights_of_a_model_of_images_are_refused_as_such() {
+    let dir = tempfile::tempdir().unwrap();
+    let shape = &shapes()[0];
+    let output = exported(dir.path(), shape);
+    let weights = output.join("model.safetensors");
+    let file = fs::read(&weights).unwrap();
+    for prefix in ["model.language_model.", "language_model.model."] {
+        let tensors = SafeTensors::deserialize(&file).unwrap().tensors();
+        let part = tensors.into_iter().map(|(name, tensor)| (format!("{prefix}{name}"), tensor));
+        fs::write(&weights, safetensors::serialize(part, None).unwrap()).unwrap();
+        let error = read(&output, shape).unwrap_err().to_string();
+        assert!(error.contains(&format!(": not found, but \"{prefix}")), "{error}");
+        assert!(error.contains("model of images") && error.contains("save its text model"), "{error}");
+    }
+}
+
 #[test]
 fn pickles_and_adapters_are_refused_by_what_they_are() {
     const PICKLE: &[&str] = &["pickles are not read", "save_pretrained"];
