@@ -8,6 +8,10 @@ use std::ops::Range;
 /// Name of the function that takes the place of `generation` blocks.
 pub(super) const GENERATION: &str = "xlaunch_generation";
 
+/// Methods of Python's dictionaries. `object.items` is the method there, and the key in `minijinja`.
+const METHODS: [&str; 11] =
+    ["clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"];
+
 /// Words of the template language that are not variables.
 const CONSTANTS_AND_OPERATORS: [&str; 13] =
     ["true", "True", "false", "False", "none", "None", "and", "or", "not", "in", "is", "if", "else"];
@@ -47,8 +51,36 @@ pub(super) fn rewrite(template: &str) -> (String, bool) {
     (out + &template[copied..], found)
 }
 
-/// Returns the places of block tags, in order, outside of comments, expressions and `raw` blocks.
+/// Returns the name and the line of a method that is not called, as in `tool.items`. The attributes of a namespace are
+/// no methods.
+pub(super) fn uncalled_method(template: &str) -> Option<(&str, usize)> {
+    let places = code(template);
+    let namespace = |place: &Range<usize>| {
+        let (name, value) = word(&template[place.clone()]).strip_prefix("set ")?.split_once('=')?;
+        value.trim_start().starts_with("namespace").then(|| name.trim())
+    };
+    let namespaces: BTreeSet<&str> = places.iter().filter_map(namespace).collect();
+    places.into_iter().find_map(|place| {
+        let code = &template[place.clone()];
+        let (at, name) =
+            outside_of_strings(code).filter(|(_, character)| *character == '.').find_map(|(at, _)| {
+                let (name, rest) = split_word(&code[at + 1..]);
+                let object = code[..at].rsplit(|character| !is_of_word(character) && character != '.').next();
+                let is_method = METHODS.contains(&name) && !rest.trim_start().starts_with('(');
+                (is_method && !namespaces.contains(object?)).then_some((at, name))
+            })?;
+        Some((name, template[..place.start + at].matches('\n').count() + 1))
+    })
+}
+
+/// Returns the places of block tags, in order.
 fn tags(template: &str) -> Vec<Range<usize>> {
+    let is_tag = |place: &Range<usize>| template[place.clone()].starts_with("{%");
+    code(template).into_iter().filter(is_tag).collect()
+}
+
+/// Returns the places of block tags and expressions, in order, outside of comments and `raw` blocks.
+fn code(template: &str) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let mut at = 0;
     while let Some(start) = template[at..].find('{').map(|offset| at + offset) {
@@ -61,7 +93,9 @@ fn tags(template: &str) -> Vec<Range<usize>> {
                 _ => 1,
             };
         let code = &template[start..at];
-        if code.starts_with("{%") && code.ends_with("%}") {
+        if code.starts_with("{{") {
+            found.push(start..at);
+        } else if code.starts_with("{%") && code.ends_with("%}") {
             found.push(start..at);
             if word(code) == "raw" {
                 at = template[at..].find("endraw").map_or(template.len(), |end| at + end);
@@ -73,18 +107,26 @@ fn tags(template: &str) -> Vec<Range<usize>> {
 
 /// Returns the length of an expression or a tag: up to `close`, outside of strings.
 fn code_len(code: &str, close: &str) -> usize {
+    let end = outside_of_strings(code).find(|(at, _)| code[*at..].starts_with(close));
+    end.map_or(code.len(), |(at, _)| at + close.len())
+}
+
+/// Returns the characters of an expression or a tag that are not part of a string.
+fn outside_of_strings(code: &str) -> impl Iterator<Item = (usize, char)> {
     let mut quote = None;
     let mut characters = code.char_indices();
-    while let Some((at, character)) = characters.next() {
-        match quote {
-            Some(_) if character == '\\' => drop(characters.next()),
-            Some(open) if character == open => quote = None,
-            Some(_) => {}
-            None if code[at..].starts_with(close) => return at + close.len(),
-            None => quote = Some(character).filter(|character| ['"', '\''].contains(character)),
+    std::iter::from_fn(move || {
+        loop {
+            let (at, character) = characters.next()?;
+            match quote {
+                Some(_) if character == '\\' => drop(characters.next()),
+                Some(open) if character == open => quote = None,
+                Some(_) => {}
+                None if ['"', '\''].contains(&character) => quote = Some(character),
+                None => return Some((at, character)),
+            }
         }
-    }
-    code.len()
+    })
 }
 
 /// Returns what a tag contains.
@@ -94,8 +136,11 @@ fn word(tag: &str) -> &str {
 
 /// Splits a text after the name that it begins with.
 fn split_word(text: &str) -> (&str, &str) {
-    let is_letter = |character: char| character.is_ascii_alphanumeric() || character == '_';
-    text.split_at(text.find(|character| !is_letter(character)).unwrap_or(text.len()))
+    text.split_at(text.find(|character| !is_of_word(character)).unwrap_or(text.len()))
+}
+
+fn is_of_word(character: char) -> bool {
+    character.is_ascii_alphanumeric() || character == '_'
 }
 
 /// Returns the variables that a tag gives values to, and perhaps others.

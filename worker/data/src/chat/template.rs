@@ -11,7 +11,7 @@ use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{Environment, Error, ErrorKind, State, context};
 
 use super::content::ContentForms;
-use super::rewrite::{GENERATION, rewrite};
+use super::rewrite::{GENERATION, rewrite, uncalled_method};
 use super::{json, python, row};
 
 /// Name of the template in its environment.
@@ -91,6 +91,9 @@ impl Template {
         environment.add_filter("default", python::default);
         environment.add_filter("d", python::default);
         environment.add_filter("string", |value: &Value| python::text(value).map(Cow::into_owned));
+        // These two differ from Jinja's.
+        environment.remove_filter("attr");
+        environment.remove_filter("pprint");
         environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
         environment.add_test("sequence", python::is_sequence);
         environment.add_test("number", python::is_number);
@@ -106,6 +109,12 @@ impl Template {
         });
         // Jinja ends the lines of a template with line feeds, whatever the file has.
         let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        if let Some((name, line)) = uncalled_method(&source) {
+            return Err(format!(
+                "the chat template is not valid: `.{name}` without a call is a method in Jinja; write `.{name}()`, or \
+                 `['{name}']` for the key (line {line} of the template)"
+            ));
+        }
         let (source, has_generation) = rewrite(&source);
         environment
             .add_template_owned(NAME, source)
@@ -367,6 +376,28 @@ mod tests {
         assert_eq!(prompt(template).unwrap(), "a0b1c0");
     }
 
+    /// Jinja takes the method, even where there is such a key.
+    #[test]
+    fn methods_that_are_not_called_are_refused() {
+        let messages = json!([{"role": "user", "content": "a", "items": {"type": "b"}}]);
+        for template in [
+            "\n{{ messages[0].items }}",
+            "\n{% for item in messages[0].items %}{{ item }}{% endfor %}",
+            "\n{% if messages[0].items is defined %}a{% endif %}",
+            "{% set items = messages[0] %}\n{{ '.values' ~ items .items.type }}",
+            "{% set n = namespace(m=messages[0]) %}\n{{ n.m.items }}",
+        ] {
+            let error = rendered(template, &messages).unwrap_err();
+            assert!(error.contains("`.items` without a call"), "{template}: {error}");
+            assert!(error.contains("`['items']`") && error.contains("(line 2 "), "{template}: {error}");
+        }
+        let called = "{% set n = namespace(items='x') %}{% set n.items = n.items ~ 'y' %}{{ n.items }}\
+                      {% for key, value in messages[0].items () %}{{ key[0] }}{% endfor %}\
+                      {{ messages[0]['items'].type }}\
+                      {{ '.items' }}{# a.items #}{% raw %}{{ a.items }}{% endraw %}.items";
+        assert_eq!(rendered(called, &messages).unwrap(), "xycirb.items{{ a.items }}.items");
+    }
+
     #[test]
     fn errors_name_the_line_of_the_template() {
         let messages = json!([{"role": "user", "content": "Hi"}]);
@@ -382,6 +413,7 @@ mod tests {
         assert!(error("a\n{{ messages[3].content.x }}").contains("(line 2 of the template)"));
         let missing = error("{{ messages[0].tool_calls | tojson }}");
         assert!(missing.contains("`tojson` of a value that the row does not have"), "{missing}");
+        assert!(error("{{ messages[0] | attr('role') }}").contains("attr is unknown"));
         let invalid = error("\n\n{% if %}");
         assert!(invalid.contains("is not valid: syntax error") && invalid.contains("line 3"), "{invalid}");
     }
