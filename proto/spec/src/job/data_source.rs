@@ -1,6 +1,7 @@
 //! Sources of data: paths, or the weighted sources of a mixture.
 
 use std::fmt;
+use std::path::Path;
 
 use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -118,6 +119,13 @@ pub(super) fn check(key: &'static str, sources: &[DataSource]) -> Result<(), Inv
             "a finite number above 0 for each source of a mixture".into(),
         ));
     }
+    for (index, DataSource { path, .. }) in sources.iter().enumerate() {
+        // It would be read twice in the same order, under one name.
+        if sources[..index].iter().any(|other| Path::new(&other.path) == Path::new(path)) {
+            let expected = "each source once, with the sum of its weights".into();
+            return Err(Invalid::new(key, format!("{path} is in the mixture twice"), expected));
+        }
+    }
     Ok(())
 }
 
@@ -156,16 +164,18 @@ mod tests {
     #[test]
     fn weights_are_positive_and_all_sources_of_a_mixture_have_one() {
         let problem = |weights: &[Option<f64>]| {
-            let source = |weight: &Option<f64>| DataSource { path: "a".into(), weight: *weight };
-            let sources: Vec<DataSource> = weights.iter().map(source).collect();
+            let source =
+                |(path, weight): (&str, &Option<f64>)| DataSource { path: path.into(), weight: *weight };
+            let sources: Vec<DataSource> = ["a", "b", "a/"].into_iter().zip(weights).map(source).collect();
             check("data.train", &sources).err().map(|invalid| invalid.problem)
         };
         assert_eq!(problem(&[None, None]), None);
         assert_eq!(problem(&[Some(0.1), Some(30.0)]), None);
         for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            let text = format!("a has the weight {weight}");
+            let text = format!("b has the weight {weight}");
             assert_eq!(problem(&[Some(1.0), Some(weight)]), Some(text));
         }
-        assert_eq!(problem(&[Some(1.0), None]).unwrap(), "a has no weight, but other sources have");
+        assert_eq!(problem(&[Some(1.0), None]).unwrap(), "b has no weight, but other sources have");
+        assert_eq!(problem(&[Some(0.1), Some(1.0), Some(2.0)]).unwrap(), "a/ is in the mixture twice");
     }
 }
