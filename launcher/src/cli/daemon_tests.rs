@@ -17,7 +17,7 @@ use xlaunch_proto::v1::*;
 use xlaunch_spec::exit::ExitCode;
 
 use super::cancel;
-use crate::client::daemon::{DaemonAddress, DaemonClient};
+use crate::client::daemon::{Candidate, DaemonAddress, DaemonClient};
 use xlaunch_spec::refusal::Refusal;
 
 /// A daemon with one user's jobs 1 and 2, and job 3 of another.
@@ -342,8 +342,8 @@ async fn newest_job_is_cancelled_first_and_an_unknown_one_does_not_prevent_the_o
 async fn default_socket_of_another_user_is_not_used() {
     let fake = FakeDaemon::start().await;
     let connect = async || {
-        let defaults = vec![fake.socket(), fake.dir.path().join("missing")];
-        within_a_minute(DaemonClient::connect_to_first(defaults)).await
+        let own = Candidate { socket: fake.socket(), any_owner: false };
+        within_a_minute(DaemonClient::connect_to_first(vec![own])).await
     };
     assert!(connect().await.is_ok());
     if !rustix::process::getuid().is_root() {

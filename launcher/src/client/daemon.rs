@@ -2,7 +2,9 @@
 //! into messages.
 
 use std::ffi::OsString;
+use std::fs::Metadata;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -50,21 +52,29 @@ impl DaemonAddress {
     }
 
     /// Returns the sockets to try, in order.
-    fn sockets(&self, variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    fn sockets(&self, variable: impl Fn(&str) -> Option<OsString>) -> Vec<Candidate> {
         let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         if let Some(socket) = self.socket.clone().or_else(|| set(SOCKET_VARIABLE)) {
-            return vec![socket];
+            return vec![Candidate { socket, any_owner: true }];
         }
         let runtime =
             set("XDG_RUNTIME_DIR").unwrap_or_else(|| format!("/run/user/{}", Uid::current()).into());
-        vec![runtime.join("xlaunch.sock"), SYSTEM_SOCKET.into()]
+        let own = Candidate { socket: runtime.join("xlaunch.sock"), any_owner: false };
+        vec![own, Candidate { socket: SYSTEM_SOCKET.into(), any_owner: true }]
     }
+}
+
+/// A socket on which a daemon may be listening.
+#[derive(Debug)]
+pub(crate) struct Candidate {
+    pub(crate) socket: PathBuf,
+    /// False for the default socket of the user's own daemon, which another user may have created.
+    pub(crate) any_owner: bool,
 }
 
 /// Refuses a default socket that another user may have created. Root has that user's `XDG_RUNTIME_DIR` after `su` or
 /// `sudo -E`, and a submission contains the whole environment.
 fn check_owner(socket: &Path) -> io::Result<()> {
-    use std::os::unix::fs::MetadataExt;
     let trusted = [0, Uid::current().as_raw()];
     for path in socket.parent().into_iter().chain([socket]) {
         let owner = std::fs::metadata(path)?.uid();
@@ -98,13 +108,11 @@ impl DaemonClient {
         Self::connect_to_first(address.sockets(|name| std::env::var_os(name))).await
     }
 
-    /// Connects to the first of these sockets. Several sockets are the defaults.
-    pub(crate) async fn connect_to_first(sockets: Vec<PathBuf>) -> Result<Self, Refusal> {
-        let is_given = sockets.len() == 1;
+    /// Connects to the first of these sockets.
+    pub(crate) async fn connect_to_first(sockets: Vec<Candidate>) -> Result<Self, Refusal> {
         let mut problems = Vec::new();
-        for socket in sockets {
-            let is_accepted = is_given || socket == Path::new(SYSTEM_SOCKET);
-            let owner = if is_accepted { Ok(()) } else { check_owner(&socket) };
+        for Candidate { socket, any_owner } in sockets {
+            let owner = if any_owner { Ok(()) } else { check_owner(&socket) };
             let connected = match owner {
                 Ok(()) => super::connect(&socket, DAEMON_CALL_TIMEOUT).await,
                 Err(error) => Err(error),
@@ -402,10 +410,13 @@ fn is_connection_loss(status: &Status) -> bool {
 }
 
 fn no_daemon(problems: &[(PathBuf, io::Error)]) -> Refusal {
-    // If permission is denied, a daemon listens there, so errors of the other sockets do not matter.
-    let denied = problems.iter().rfind(|(_, error)| error.kind() == io::ErrorKind::PermissionDenied);
-    if let Some((socket, _)) = denied {
-        return Refusal::new(ExitCode::Usage, permission_denied(socket));
+    // If the socket exists, a daemon listens there, so errors of the other sockets do not matter. It is unknown in a
+    // directory that may not be searched, such as root's `XDG_RUNTIME_DIR` after `su USER`.
+    let denied = problems.iter().filter(|(_, error)| error.kind() == io::ErrorKind::PermissionDenied);
+    if let Some((socket, found)) =
+        denied.rev().find_map(|(socket, _)| Some((socket, socket.metadata().ok()?)))
+    {
+        return Refusal::new(ExitCode::Usage, permission_denied(socket, &found));
     }
     let tried: String =
         problems.iter().map(|(socket, error)| format!("\n  {}: {error}", socket.display())).collect();
@@ -417,12 +428,8 @@ fn no_daemon(problems: &[(PathBuf, io::Error)]) -> Refusal {
 }
 
 /// Returns a message that says who may open this socket, according to its owner and mode.
-fn permission_denied(socket: &Path) -> String {
-    use std::os::unix::fs::MetadataExt;
+fn permission_denied(socket: &Path, found: &Metadata) -> String {
     let shown = socket.display();
-    let Ok(found) = socket.metadata() else {
-        return format!("permission denied: {shown}");
-    };
     if found.mode() & 0o060 != 0o060 {
         let owner = User::from_uid(Uid::from_raw(found.uid())).ok().flatten();
         let owner = owner.map_or_else(|| found.uid().to_string(), |user| user.name);
@@ -452,7 +459,7 @@ mod tests {
             let found = address.sockets(|name| {
                 variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(*value))
             });
-            found.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(" ")
+            found.iter().map(|found| found.socket.display().to_string()).collect::<Vec<_>>().join(" ")
         };
         let variables = [("XLAUNCH_SOCKET", "/b"), ("XDG_RUNTIME_DIR", "/run/user/7")];
         assert_eq!(sockets(Some("/a"), &variables), "/a");
@@ -472,6 +479,12 @@ mod tests {
             assert!(refusal.message.contains(words), "{}", refusal.message);
         }
         assert_eq!(refusal.exit, ExitCode::WorkerFailed);
+        let closed = (PathBuf::from("/closed/a.sock"), io::Error::from_raw_os_error(13));
+        let refusal = no_daemon(&[closed, missing("/b.sock")]);
+        for words in ["no daemon is listening", "/closed/a.sock: Permission denied", "/b.sock: No such file"]
+        {
+            assert!(refusal.message.contains(words), "{}", refusal.message);
+        }
     }
 
     #[test]
