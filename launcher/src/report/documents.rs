@@ -6,12 +6,11 @@ use std::io::{self, Read};
 use std::path::Path;
 use std::time::{Duration, UNIX_EPOCH};
 
-use fs_err::File;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::downsampled::Downsampled;
-use super::lines::Lines;
+use super::lines::{Lines, open};
 use xlaunch_spec::quantities::bytes_text;
 
 /// File with the points of a run.
@@ -40,7 +39,7 @@ pub(crate) struct Sample {
 /// Reads a JSON object from a file; `None` if there is no file.
 pub(crate) fn read(path: &Path) -> Result<Option<Value>, String> {
     let mut text = Vec::new();
-    let file = match File::open(path) {
+    let file = match open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file.map_err(|error| error.to_string())?,
     };
@@ -147,7 +146,13 @@ fn gpus(value: &Value) -> Option<String> {
 /// step.
 pub(crate) fn samples(run: &Path, notes: &mut Vec<String>) -> Vec<Sample> {
     let path = run.join(SAMPLES);
-    let Ok(mut lines) = Lines::open(&path, u64::MAX) else { return Vec::new() };
+    let mut lines = match Lines::open(&path, u64::MAX) {
+        Ok(lines) => lines,
+        Err(error) => {
+            notes.extend((error.kind() != io::ErrorKind::NotFound).then(|| error.to_string()));
+            return Vec::new();
+        }
+    };
     let (mut thinned, mut last, mut broken) = (Downsampled::new(MAX_SAMPLES), None, 0);
     loop {
         match lines.next() {
@@ -243,5 +248,19 @@ mod tests {
         assert_eq!(read(&path), Ok(None));
         fs_err::write(&path, "[1]").unwrap();
         assert!(read(&path).unwrap_err().contains("job.json"));
+    }
+
+    #[test]
+    fn fifo_in_place_of_a_file_is_reported_without_waiting_for_its_writer() {
+        use rustix::fs::{CWD, FileType, mknodat};
+        let dir = tempfile::tempdir().unwrap();
+        for name in [JOB, SAMPLES] {
+            mknodat(CWD, dir.path().join(name), FileType::Fifo, 0o600.into(), 0).unwrap();
+        }
+        let error = read(&dir.path().join(JOB)).unwrap_err();
+        assert!(error.ends_with("job.json: it is not a regular file"), "{error}");
+        let mut notes = Vec::new();
+        assert!(samples(dir.path(), &mut notes).is_empty());
+        assert!(notes[0].ends_with("samples.jsonl: it is not a regular file"), "{notes:?}");
     }
 }

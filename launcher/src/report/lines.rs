@@ -48,7 +48,7 @@ pub(crate) struct Lines {
 impl Lines {
     /// Opens a file to read at most its first `limit` bytes. The file may be growing.
     pub(crate) fn open(path: &Path, limit: u64) -> io::Result<Self> {
-        let reader = BufReader::with_capacity(1 << 16, File::open(path)?).take(limit);
+        let reader = BufReader::with_capacity(1 << 16, open(path)?).take(limit);
         Ok(Self { reader, line: Vec::new(), read: 0, too_long: 0 })
     }
 
@@ -70,6 +70,12 @@ impl Lines {
             }
         }
     }
+}
+
+/// Opens a regular file. Errors name it.
+pub(super) fn open(path: &Path) -> io::Result<File> {
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+    xlaunch_data::open_regular(path).map(|file| File::from_parts(file, path)).map_err(named)
 }
 
 /// Parses a line; `None` if it is broken.

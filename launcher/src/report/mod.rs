@@ -67,7 +67,10 @@ fn read_run(files: &RunFiles) -> Result<Run, Refusal> {
     let mut notes = Vec::new();
     let sources = locate::sources(files, &mut notes);
     if !files.metrics.is_file() {
-        notes.push(format!("there is no {}", files.metrics.display()));
+        notes.push(match lines::open(&files.metrics) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => error.to_string(),
+            _ => format!("there is no {}", files.metrics.display()),
+        });
     }
     let mut curves =
         curves::read(&sources).map_err(|error| Refusal::new(ExitCode::Data, error.to_string()))?;

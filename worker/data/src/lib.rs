@@ -20,6 +20,7 @@ mod inspect;
 mod manifest;
 mod prepare;
 mod quiet;
+mod regular;
 pub mod shard;
 mod tokenizer;
 pub mod walk;
@@ -30,6 +31,7 @@ pub use prepare::{
     Bos, ChatOptions, Documents, Event, Invalid, MAX_THREADS, OnError, Options, PrepareError, Progress,
     frame, prepare,
 };
+pub use regular::open_regular;
 pub use tokenizer::{Decoder, QWEN2_CLASS, Tokenizer, TokenizerError, token_text};
 
 /// Name of the file with the tokenizer in a prepared directory, a checkpoint and an export.

@@ -149,7 +149,7 @@ impl Manifest {
         let path = dir.join(Self::FILE);
         let read =
             |error: std::io::Error| ManifestError::Read { path: path.clone(), reason: error.to_string() };
-        let file = match std::fs::File::open(&path) {
+        let file = match crate::open_regular(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 return Err(ManifestError::Missing { dir: dir.into() });

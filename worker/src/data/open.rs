@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, getrlimit};
+use xlaunch_data::open_regular;
 
 use super::DataError;
 
@@ -37,7 +38,7 @@ struct Version {
 impl DataFile {
     pub(super) fn open(path: &Path) -> Result<Self, DataError> {
         let failed = |error| read_error(path, &error);
-        let file = File::open(path).map_err(failed)?;
+        let file = open_regular(path).map_err(failed)?;
         let metadata = file.metadata().map_err(failed)?;
         // The kernel assigns the lowest free number.
         let is_low = getrlimit(Resource::Nofile)
@@ -62,7 +63,7 @@ impl DataFile {
         match &self.state {
             State::Open(file) => file.read_exact_at(buffer, offset).map_err(failed),
             State::Closed(version) => {
-                let file = File::open(&self.path).map_err(failed)?;
+                let file = open_regular(&self.path).map_err(failed)?;
                 if Version::of(&file.metadata().map_err(failed)?) != *version {
                     let reason = "the file was changed or replaced while it was in use".into();
                     return Err(DataError::Read { path: self.path.clone(), reason });

@@ -3,11 +3,10 @@
 //! A manifest names the shards and the tokenizer, so neither has to be configured. The sizes of the shards are compared
 //! with the manifest here; `xlaunch data inspect` compares their hashes.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use xlaunch_data::{Chat, Manifest, Split, TOKENIZER_FILE, Tokenizer};
+use xlaunch_data::{Chat, Manifest, Split, TOKENIZER_FILE, Tokenizer, open_regular};
 use xlaunch_spec::job::{DataSource, DocumentMode, Invalid, JobSpec};
 
 use super::{DataError, Tokens, source};
@@ -239,7 +238,7 @@ impl TokenizerSource {
     pub fn json(&self) -> Result<Option<Vec<u8>>, DataError> {
         let Self::File { path, .. } = self else { return Ok(None) };
         let failed = |reason: String| DataError::Read { path: path.clone(), reason };
-        let file = File::open(path).map_err(|error| failed(error.to_string()))?;
+        let file = open_regular(path).map_err(|error| failed(error.to_string()))?;
         let mut json = Vec::new();
         file.take(MAX_TOKENIZER_BYTES + 1)
             .read_to_end(&mut json)

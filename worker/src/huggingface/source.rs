@@ -7,14 +7,13 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read};
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use fs_err::File;
 use half::{bf16, f16};
 use rayon::ThreadPool;
 use rayon::prelude::*;
-use rustix::fs::OFlags;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -541,15 +540,9 @@ pub(crate) fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
 
 /// Opens a regular file, or a link to one. Also returns its size.
 pub(crate) fn open(path: &Path) -> io::Result<(File, u64)> {
-    // Opening a FIFO would block.
-    let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
-    let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-    let metadata = file.metadata()?;
-    if metadata.is_file() {
-        Ok((File::from_parts(file, path), metadata.len()))
-    } else {
-        Err(io::Error::new(io::ErrorKind::InvalidData, "it is not a regular file"))
-    }
+    let file = xlaunch_data::open_regular(path)?;
+    let bytes = file.metadata()?.len();
+    Ok((File::from_parts(file, path), bytes))
 }
 
 pub(crate) fn read_whole(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {

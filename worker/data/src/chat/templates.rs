@@ -1,13 +1,14 @@
 //! Finds the chat template of a tokenizer, and the files that are copied along with prepared chats.
 
-use std::io::Read;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value as Json, json};
 
 use super::template::Template;
 use crate::tokenizer::{Files, named_tokens};
-use crate::{hash, token_text};
+use crate::{hash, open_regular, token_text};
 
 /// Name of the file with a chat template.
 pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
@@ -48,13 +49,19 @@ impl Templates {
     /// The reason, and what to do.
     pub fn find(tokenizer: &str, file: Option<&Path>) -> Result<Self, String> {
         let dir = directory(tokenizer);
-        let read_beside = |name: &str| dir.as_deref().map_or(Ok(None), |dir| read(&dir.join(name)));
+        let read_beside = |name: &str| {
+            dir.as_deref().map_or(Ok(None), |dir| {
+                let path = dir.join(name);
+                read(&path, open_regular(&path))
+            })
+        };
         let mut config_text = read_beside(CONFIG_FILE)?;
         let mut config = object(CONFIG_FILE, config_text.as_deref())?;
         let special = object(TOKENS_FILE, read_beside(TOKENS_FILE)?.as_deref())?;
         let sources = match file {
             Some(path) => {
-                let text = read(path)?
+                // It may be a FIFO: `--chat-template <(program)`.
+                let text = read(path, File::open(path))?
                     .ok_or_else(|| format!("--chat-template: {} does not exist", path.display()))?;
                 Sources { default: Some(text), with_tools: None }
             }
@@ -153,11 +160,12 @@ fn directory(tokenizer: &str) -> Option<PathBuf> {
     }
 }
 
-fn read(path: &Path) -> Result<Option<String>, String> {
-    let failed = |error: std::io::Error| format!("failed to read {}: {error}", path.display());
-    let file = match std::fs::File::open(path) {
+/// Reads a file that has just been opened; `None` if it does not exist.
+fn read(path: &Path, file: io::Result<File>) -> Result<Option<String>, String> {
+    let failed = |error: io::Error| format!("failed to read {}: {error}", path.display());
+    let file = match file {
         Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(failed(error)),
     };
     let mut text = String::new();

@@ -14,7 +14,7 @@ use side::{MaskReader, StartsReader};
 
 use crate::manifest::{Manifest, ManifestError, Shard, Split};
 use crate::shard::{self, HEADER_BYTES, Layout};
-use crate::{PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError};
+use crate::{PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError, open_regular};
 
 const READ_BYTES: usize = 1 << 20;
 
@@ -201,8 +201,10 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
 
 fn tokenizer(dir: &Path, manifest: &Manifest) -> Result<Tokenizer, PrepareError> {
     let path = dir.join(TOKENIZER_FILE);
-    let json =
-        std::fs::read(&path).map_err(|error| PrepareError::Data(format!("{}: {error}", path.display())))?;
+    let mut json = Vec::new();
+    open_regular(&path)
+        .and_then(|mut file| file.read_to_end(&mut json))
+        .map_err(|error| PrepareError::Data(format!("{}: {error}", path.display())))?;
     manifest.tokenizer(&json).map_err(|reason| PrepareError::Data(format!("{}: {reason}", path.display())))
 }
 
@@ -216,7 +218,7 @@ fn open(path: &Path) -> Result<(File, Option<Layout>, u64), PrepareError> {
         io::ErrorKind::NotFound => PrepareError::Data(format!("{} is missing", path.display())),
         _ => PrepareError::read(path.display(), &error),
     };
-    let mut file = File::open(path).map_err(failed)?;
+    let mut file = open_regular(path).map_err(failed)?;
     let bytes = file.metadata().map_err(failed)?.len();
     let mut head = Vec::with_capacity(HEADER_BYTES);
     Read::by_ref(&mut file).take(HEADER_BYTES as u64).read_to_end(&mut head).map_err(failed)?;

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::READ_BYTES;
-use crate::PrepareError;
 use crate::manifest::SideFile;
+use crate::{PrepareError, open_regular};
 
 /// A file that is read from start to end.
 struct SideReader {
@@ -27,7 +27,7 @@ impl SideReader {
             io::ErrorKind::NotFound => PrepareError::Data(format!("{} is missing", path.display())),
             _ => PrepareError::read(path.display(), &error),
         };
-        let opened = File::open(&path).map_err(failed)?;
+        let opened = open_regular(&path).map_err(failed)?;
         let bytes = opened.metadata().map_err(failed)?.len();
         if bytes != file.bytes {
             return Err(damaged(&path, "its size differs from the manifest"));

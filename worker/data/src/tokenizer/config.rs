@@ -214,7 +214,7 @@ fn declaration<'a>(
 /// Reads an object of JSON, which is empty if there is no such file.
 fn read_object(path: &Path) -> Result<Map<String, Value>, TokenizerError> {
     let failed = |reason: String| TokenizerError::Read { path: path.into(), reason };
-    let file = match std::fs::File::open(path) {
+    let file = match crate::open_regular(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Map::new()),
         Err(error) => return Err(failed(error.to_string())),

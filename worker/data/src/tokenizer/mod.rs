@@ -155,7 +155,7 @@ impl Tokenizer {
             };
             TokenizerError::Read { path: path.into(), reason }
         };
-        let file = std::fs::File::open(path).map_err(read)?;
+        let file = crate::open_regular(path).map_err(read)?;
         let mut json = Vec::new();
         file.take(MAX_FILE_BYTES + 1).read_to_end(&mut json).map_err(read)?;
         let name = path.file_name().map_or_else(|| path.to_string_lossy(), |name| name.to_string_lossy());
