@@ -2,8 +2,9 @@
 //!
 //! Directories that cannot be intended as data are skipped: hidden ones, caches (tagged with `CACHEDIR.TAG`, like
 //! cargo's target directory), Python's virtual environments, and those selected by the caller. Links to files count as
-//! files, because the cache of Hugging Face's hub consists of them. Links to directories are followed as in a shell:
-//! where a component of the glob matches them, but not below `**`, as they could form a loop or lead anywhere.
+//! files, because the cache of Hugging Face's hub consists of them; one that leads nowhere is an error. Links to
+//! directories are followed as in a shell: where a component of the glob matches them, but not below `**`, as they
+//! could form a loop or lead anywhere.
 
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
@@ -13,6 +14,9 @@ use walkdir::{DirEntry, WalkDir};
 
 /// Characters that turn a path into a glob.
 pub const WILDCARDS: [char; 4] = ['*', '?', '[', '{'];
+
+/// Reason why a link that leads nowhere cannot be read.
+pub const DANGLING_REASON: &str = "it is a link to a file that does not exist";
 
 /// Files that mark a directory as a cache or a virtual environment.
 const MARKS: [&str; 2] = ["CACHEDIR.TAG", "pyvenv.cfg"];
@@ -76,7 +80,9 @@ impl Search<'_> {
                         Search { glob: Some(rest), skip: self.skip }.add(path, true, found)?;
                     }
                 }
-            } else if (entry.file_type().is_file() || is_link && path.is_file()) && self.matches(relative) {
+            } else if (entry.file_type().is_file() || is_link && (path.is_file() || !path.exists()))
+                && self.matches(relative)
+            {
                 found.push(FoundFile { path: path.to_path_buf(), is_linked: is_linked || is_link });
             }
         }
@@ -113,7 +119,13 @@ fn is_hidden(path: &Path) -> bool {
 
 /// Returns paths, sorted, without links to files that are also in the list, or that an earlier link leads to: they
 /// would be read twice.
-pub fn without_repeated_links(mut files: Vec<FoundFile>) -> Vec<PathBuf> {
+///
+/// # Errors
+/// Returns the path of a link that leads nowhere: a file of the data is missing ([`DANGLING_REASON`]).
+pub fn without_repeated_links(mut files: Vec<FoundFile>) -> Result<Vec<PathBuf>, PathBuf> {
+    if let Some(found) = files.iter().find(|found| found.is_linked && !found.path.exists()) {
+        return Err(found.path.clone());
+    }
     files.sort();
     files.dedup_by(|next, kept| next.path == kept.path);
     let identity = |found: &FoundFile| found.path.metadata().ok().map(|file| (file.dev(), file.ino()));
@@ -121,5 +133,5 @@ pub fn without_repeated_links(mut files: Vec<FoundFile>) -> Vec<PathBuf> {
         let mut seen: HashSet<_> = files.iter().filter(|found| !found.is_linked).map(identity).collect();
         files.retain(|found| !found.is_linked || seen.insert(identity(found)));
     }
-    files.into_iter().map(|found| found.path).collect()
+    Ok(files.into_iter().map(|found| found.path).collect())
 }

@@ -35,7 +35,8 @@ pub(super) fn matching(
             return Err(DataError::NoFiles { key, patterns: pattern.clone() });
         }
     }
-    let files = walk::without_repeated_links(found);
+    let files = walk::without_repeated_links(found)
+        .map_err(|path| DataError::Read { path, reason: walk::DANGLING_REASON.into() })?;
     if files.is_empty() {
         return Err(DataError::NoFiles { key, patterns: patterns.join(", ") });
     }
@@ -103,6 +104,9 @@ mod tests {
         }
         std::os::unix::fs::symlink("../.git/e.md", root.join("sub/link.bin")).unwrap();
         assert_eq!(names(&pattern("sub/*.bin")), ["sub/link.bin"]);
+        std::os::unix::fs::symlink("nowhere", root.join("sub/link.gone")).unwrap();
+        let error = matching("data.train", &pattern("sub/*.gone"), &root).unwrap_err().to_string();
+        assert!(error.contains("link.gone: it is a link to a file that does not exist"), "{error}");
         // As in a shell, a component follows links to directories, but `**` does not, so loops do not matter.
         for (target, link) in
             [("../sub", "linked"), (".", "loop"), ("../runs", "output"), ("../.git", ".hidden")]

@@ -90,7 +90,9 @@ fn search(
             found.path = found.path.strip_prefix(here).unwrap_or(&found.path).to_path_buf();
         }
     }
-    let files = walk::without_repeated_links(found);
+    let files = walk::without_repeated_links(found).map_err(|path| {
+        PrepareError::Usage(format!("failed to read {}: {}", path.display(), walk::DANGLING_REASON))
+    })?;
     if files.is_empty() {
         Err(PrepareError::Usage(format!("no file matches `{argument}`")))
     } else {
@@ -252,7 +254,6 @@ mod tests {
             ("../../../blobs/77", "data/a.jsonl"),
             ("a.jsonl", "data/b.jsonl"),
             ("data/own.jsonl", "first.jsonl"),
-            ("missing", "data/dangling.jsonl"),
             ("../../..", "data/loop"),
         ] {
             std::os::unix::fs::symlink(target, snapshot.join(link)).unwrap();
@@ -262,5 +263,12 @@ mod tests {
             let expected = ["data/a.jsonl", "data/own.jsonl"].map(|name| Input::File(snapshot.join(name)));
             assert_eq!(found, expected, "{}", argument.display());
         }
+        // A blob that was not downloaded, or not copied along with the snapshot.
+        std::os::unix::fs::symlink("../../../blobs/78", snapshot.join("data/c.jsonl")).unwrap();
+        for argument in [snapshot.clone(), snapshot.join("**/*.jsonl")] {
+            let error = find(&[argument.display().to_string()], Path::new("/none")).unwrap_err().to_string();
+            assert!(error.contains("data/c.jsonl: it is a link to a file that does not exist"), "{error}");
+        }
+        find(&[snapshot.join("**/[ab].jsonl").display().to_string()], Path::new("/none")).unwrap();
     }
 }
