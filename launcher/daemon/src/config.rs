@@ -12,7 +12,7 @@ use xlaunch_spec::job::Invalid;
 
 use super::trusted_path;
 use super::web::Listen;
-use xlaunch_agent::config::{ConfigError, keys};
+use xlaunch_agent::config::{self, ConfigError, keys};
 
 pub(crate) mod check;
 mod values;
@@ -210,7 +210,7 @@ fn read(file: &Path, must_exist: bool) -> Result<DaemonConfig, ConfigError> {
     if let Err(error) = trusted_path::check(file) {
         return Err(ConfigError::unreadable(file, &error));
     }
-    match fs_err::read_to_string(file) {
+    match config::read(file) {
         Ok(text) => parse(file, &text),
         Err(error) if error.kind() == io::ErrorKind::NotFound && !must_exist => Ok(DaemonConfig::default()),
         Err(error) => Err(ConfigError::unreadable(file, &error)),

@@ -10,6 +10,7 @@ mod diagnostics;
 pub mod keys;
 mod overrides;
 
+use std::io::{self, Read};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -19,6 +20,9 @@ use xlaunch_spec::paths::normalize;
 
 pub use diagnostics::ConfigError;
 pub use overrides::{Layer, Override, Sources};
+
+/// Maximum size of a configuration file.
+const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// A valid configuration.
 #[derive(Clone, Debug)]
@@ -36,10 +40,21 @@ pub struct Loaded {
 /// # Errors
 /// The file cannot be read or parsed, or a key or value is invalid.
 pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> {
-    let text = fs_err::read_to_string(path).map_err(|error| ConfigError::unreadable(path, &error))?;
+    let text = read(path).map_err(|error| ConfigError::unreadable(path, &error))?;
     let Loaded { spec, warnings, sources } = parse(path, &text, overrides)?;
     let here = std::env::current_dir().map_err(|error| ConfigError::unreadable(Path::new("."), &error))?;
     Ok(Loaded { spec: resolve(spec, path, &here, std::env::home_dir().as_deref()), warnings, sources })
+}
+
+/// Reads the text of a configuration file, which may be a pipe.
+pub fn read(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    fs_err::File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_FILE_BYTES {
+        let problem = format!("{} has more than {MAX_FILE_BYTES} bytes", path.display());
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
+    }
+    Ok(text)
 }
 
 /// [`load`] without file system access: paths stay relative.
@@ -56,16 +71,21 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
         check_list_is_quoted(&table, change)?;
         apply(&mut table, change, value(&change.value))?;
         let Err(error) = JobSpec::deserialize(table.clone()) else { continue };
-        let mut takes = |value: Value| {
+        let mut read_as = |value: Value| {
             apply(&mut table, change, value)?;
-            Ok(JobSpec::deserialize(table.clone()).is_ok())
+            Ok::<_, ConfigError>(JobSpec::deserialize(table.clone()).map(drop))
         };
         // Names may look like numbers, dates or lists. A mistake in a list must not become a path.
         let written = value(&change.value);
-        let is_list = (written.is_array() || written.is_table()) && takes(Value::Array(vec!["".into()]))?;
-        if is_list || !takes(Value::String(change.value.clone()))? {
-            return Err(ConfigError::wrong_type(&change.source, error.message()));
-        }
+        let is_list =
+            (written.is_array() || written.is_table()) && read_as(Value::Array(vec!["".into()]))?.is_ok();
+        let error = match read_as(Value::String(change.value.clone()))? {
+            Ok(()) if !is_list => continue,
+            // It lists the possible values, which the error about the type does not.
+            Err(unknown) if unknown.message().starts_with("unknown variant") => unknown,
+            _ => error,
+        };
+        return Err(ConfigError::wrong_type(&change.source, error.message()));
     }
     let spec = JobSpec::deserialize(table).map_err(in_file)?;
     let sources = Sources { path: path.into(), text: text.clone(), overrides };
@@ -220,6 +240,12 @@ mod tests {
     }
 
     #[test]
+    fn endless_file_is_refused() {
+        let error = load(Path::new("/dev/zero"), &[]).unwrap_err().to_string();
+        assert!(error.contains("has more than 1048576 bytes"), "{error}");
+    }
+
+    #[test]
     fn mistakes_in_a_file_are_reported_with_their_place_and_what_was_expected() {
         let wrong = [
             "[train]\nsteps = 10\nlearning_rat = 1\nlrr = 3e-4\n",
@@ -259,13 +285,14 @@ mod tests {
 
     #[test]
     fn mistakes_in_flags_are_reported_with_the_flag() {
-        let wrong: [&[&str]; 7] = [
+        let wrong: [&[&str]; 8] = [
             &["train.lr"],
             &["train.stepz=3"],
             &["lr=3"],
             &["train.steps=x"],
             &["train.lr=fast"],
             &["train.lr=0"],
+            &["checkpoint.memory=true"],
             &["launch.stall_timeout=8", "launch.hang_timeout=9"],
         ];
         insta::assert_snapshot!("flags", messages(wrong.map(|flags| ("", flags))));
