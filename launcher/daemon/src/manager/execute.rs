@@ -122,10 +122,7 @@ impl Manager {
         {
             runtime.stop.send_modify(|stop| *stop = (*stop).max(if force { Stop::Kill } else { Stop::Ask }));
         }
-        let message = self.job_message(job);
-        // If the job was queued, it has now ended, and no other event for it may follow.
-        self.forget_old_jobs();
-        message
+        self.job_message(job)
     }
 
     fn drain(&mut self, caller: &Caller, drain: &DrainRequest) -> Result<NodeStatus, CommandError> {

@@ -41,7 +41,13 @@ impl Manager {
     }
 
     pub(super) fn job_message(&self, job: u64) -> Result<Job, CommandError> {
-        self.job_message_at(job, &self.queue_positions())
+        // The positions of a long queue take long to compute.
+        let positions = if self.is_queued(job) { self.queue_positions() } else { BTreeMap::new() };
+        self.job_message_at(job, &positions)
+    }
+
+    fn is_queued(&self, job: u64) -> bool {
+        self.jobs.jobs.get(&job).is_some_and(|entry| matches!(entry.phase, Phase::Queued { .. }))
     }
 
     /// Returns the positions of all queued jobs, counted from 1. Sorts the queue, as a command may have just changed
@@ -69,10 +75,8 @@ impl Manager {
         }
         self.published.node = node;
         self.published.examined = self.examined;
-        let is_queued = |job: &u64| {
-            self.jobs.jobs.get(job).is_some_and(|entry| matches!(entry.phase, Phase::Queued { .. }))
-        };
-        let queue: BTreeMap<_, _> = self.queue.iter().copied().filter(is_queued).zip(1..).collect();
+        let queued = self.queue.iter().copied().filter(|job| self.is_queued(*job));
+        let queue: BTreeMap<_, _> = queued.zip(1..).collect();
         // A job that leaves the queue changes the positions of all jobs behind it.
         let moved = queue.iter().filter(|(job, position)| self.positions.get(job) != Some(position));
         self.changed.extend(moved.map(|(job, _)| *job));

@@ -109,7 +109,7 @@ impl Manager {
         }
     }
 
-    pub(super) fn forget_old_jobs(&mut self) {
+    fn forget_old_jobs(&mut self) {
         let keep = self.config.borrow().jobs.keep;
         let kept_up_to = self.kept_up_to;
         for job in self.jobs.ended_beyond(keep).into_iter().filter(|job| *job > kept_up_to) {

@@ -99,6 +99,8 @@ type Request = (u32, String, String);
 pub(crate) struct Jobs {
     /// Jobs by id.
     pub(crate) jobs: BTreeMap<u64, Entry>,
+    /// Ids of the active jobs, which are few compared with those that wait or have ended.
+    active: BTreeSet<u64>,
     /// Ids by user and request id, for repeated submissions.
     requests: BTreeMap<Request, u64>,
     /// The highest job id assigned so far.
@@ -145,6 +147,7 @@ impl Jobs {
                 {
                     let (cancelled, warned, over_limit) = (None, false, false);
                     entry.phase = Phase::Active { start, gpus, boot, at, cancelled, warned, over_limit };
+                    self.active.insert(job);
                 }
             }
             Record::Warned { job, .. } => {
@@ -242,6 +245,7 @@ impl Jobs {
         match &mut entry.phase {
             Phase::Queued { .. } => Some((Vec::new(), 0)),
             Phase::Active { gpus, at: started, .. } => {
+                self.active.remove(&job);
                 self.usage.charge(&entry.submitted, *started, at);
                 Some((std::mem::take(gpus), *started))
             }
@@ -251,6 +255,7 @@ impl Jobs {
 
     fn forget(&mut self, job: u64) {
         let Some(Entry { submitted, .. }) = self.jobs.remove(&job) else { return };
+        self.active.remove(&job);
         self.unaccounted.remove(&job);
         self.dependents.remove(&submitted);
         if submitted.array.is_none_or(|element| element.first == job) {
@@ -338,8 +343,7 @@ impl Jobs {
 
     /// Returns the jobs whose agent may be running.
     pub(crate) fn active(&self) -> impl Iterator<Item = (u64, &Entry)> {
-        let active = |entry: &&Entry| matches!(entry.phase, Phase::Active { .. });
-        self.jobs.iter().map(|(job, entry)| (*job, entry)).filter(move |(_, entry)| active(entry))
+        self.active.iter().filter_map(|job| Some((*job, self.jobs.get(job)?)))
     }
 
     pub(crate) fn queued(&self) -> impl Iterator<Item = u64> {
