@@ -21,7 +21,7 @@ xlaunch_harness::tests! {
     task_limit_of_the_cgroup_is_named_without_a_panic;
     needs requirements::root:
     process_limit_is_named_without_a_panic,
-    missing_proc_is_named;
+    missing_proc_or_null_device_is_named;
 }
 
 /// User ids that no account of a test machine has, so that limits count no other processes.
@@ -187,12 +187,16 @@ fn refused_system_call_is_named_with_the_kernel_that_has_it() {
     }
 }
 
-fn missing_proc_is_named() {
+fn missing_proc_or_null_device_is_named() {
     let launch = Launch::with_program("unshare");
-    let script = "umount -l /proc && exec \"$@\"";
     let program = xlaunch_path().to_str().unwrap();
-    let run = launch.run(&["--mount", "sh", "-c", script, "sh", program, "--", "true"]);
-    assert_refused(&run, "mount /proc");
+    for (script, named) in [
+        ("umount -l /proc && exec \"$@\"", "mount /proc"),
+        ("mount -t tmpfs none /dev && exec \"$@\"", "create /dev/null"),
+    ] {
+        let run = launch.run(&["--mount", "sh", "-c", script, "sh", program, "--", "true"]);
+        assert_refused(&run, named);
+    }
 }
 
 fn directories_archives_and_scripts_without_extension_are_launched() {

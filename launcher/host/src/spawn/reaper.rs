@@ -51,9 +51,10 @@ impl Reaper {
         let mut command = Command::new("/proc/self/exe");
         command.arg0(NAME);
         Self::start_as(command, run_id, private).map_err(|error| {
-            // The error of a failed exec does not contain the program's path.
-            let hint =
-                if Path::new("/proc/self").exists() { "" } else { "; mount /proc, which xlaunch needs" };
+            // The error does not tell which path is missing.
+            let advice = [("/proc/self", "mount /proc"), ("/dev/null", "create /dev/null")];
+            let missing = advice.iter().find(|(path, _)| !Path::new(path).exists());
+            let hint = missing.map_or(String::new(), |(_, what)| format!("; {what}, which xlaunch needs"));
             let failed = system_errors::context("failed to start the reaper, /proc/self/exe", &error);
             std::io::Error::new(error.kind(), format!("{failed}{hint}"))
         })
