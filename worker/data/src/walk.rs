@@ -80,7 +80,7 @@ impl Search<'_> {
                         Search { glob: Some(rest), skip: self.skip }.add(path, true, found)?;
                     }
                 }
-            } else if (entry.file_type().is_file() || is_link && (path.is_file() || !path.exists()))
+            } else if (entry.file_type().is_file() || is_link && (path.is_file() || is_dangling(path)))
                 && self.matches(relative)
             {
                 found.push(FoundFile { path: path.to_path_buf(), is_linked: is_linked || is_link });
@@ -111,6 +111,11 @@ impl Search<'_> {
             matches.then_some(rest)
         })
     }
+}
+
+/// Returns whether a link leads nowhere, unless it is hidden: editors lock files by such links.
+fn is_dangling(link: &Path) -> bool {
+    !is_hidden(link) && !link.exists()
 }
 
 fn is_hidden(path: &Path) -> bool {

@@ -255,6 +255,7 @@ mod tests {
             ("a.jsonl", "data/b.jsonl"),
             ("data/own.jsonl", "first.jsonl"),
             ("../../..", "data/loop"),
+            ("user@host.77", "data/.#a.jsonl"),
         ] {
             std::os::unix::fs::symlink(target, snapshot.join(link)).unwrap();
         }
