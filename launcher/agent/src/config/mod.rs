@@ -13,7 +13,6 @@ mod overrides;
 use std::io::{self, Read};
 use std::path::Path;
 
-use serde::Deserialize;
 use toml::{Table, Value};
 use xlaunch_spec::job::{ALTERNATIVE_KEYS, JobSpec};
 use xlaunch_spec::paths::normalize;
@@ -70,10 +69,10 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
     for change in &overrides {
         check_list_is_quoted(&table, change)?;
         apply(&mut table, change, value(&change.value))?;
-        let Err(error) = JobSpec::deserialize(table.clone()) else { continue };
+        let Err(error) = spec_of(&table) else { continue };
         let mut read_as = |value: Value| {
             apply(&mut table, change, value)?;
-            Ok::<_, ConfigError>(JobSpec::deserialize(table.clone()).map(drop))
+            Ok::<_, ConfigError>(spec_of(&table).map(drop))
         };
         // Names may look like numbers, dates or lists. A mistake in a list must not become a path.
         let written = value(&change.value);
@@ -87,12 +86,18 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
         };
         return Err(ConfigError::wrong_type(&change.source, error.message()));
     }
-    let spec = JobSpec::deserialize(table).map_err(in_file)?;
+    let of_file = |error: toml::de::Error| ConfigError::wrong_type(&path.display().to_string(), error.message());
+    let spec = spec_of(&table).map_err(of_file)?;
     let sources = Sources { path: path.into(), text: text.clone(), overrides };
     spec.check().map_err(|invalid| sources.error(&invalid))?;
     // With epochs, the number of steps is known only with the data.
     warnings.extend(spec.train.short_warmup().filter(|_| spec.train.epochs.is_none()));
     Ok(Loaded { spec, warnings, sources })
+}
+
+/// Reads a table as text, like the file: one deserializer for both, whose code for all sections is large.
+fn spec_of(table: &Table) -> Result<JobSpec, toml::de::Error> {
+    toml::from_str(&table.to_string())
 }
 
 /// Replaces renamed keys in the text of the file, with a warning, so that all other code deals with current names only.
@@ -155,7 +160,7 @@ fn check_list_is_quoted(table: &Table, change: &Override) -> Result<(), ConfigEr
     }
     let mut table = table.clone();
     apply(&mut table, change, Value::Array(vec!["".into()]))?;
-    if JobSpec::deserialize(table).is_err() {
+    if spec_of(&table).is_err() {
         return Ok(());
     }
     let problem = format!("the elements of `{text}` have no quotes, which a shell removes");
