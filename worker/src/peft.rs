@@ -472,7 +472,7 @@ mod tests {
 
     #[test]
     fn every_linear_layer_of_every_family_is_a_module_with_its_name_in_peft() {
-        for arch in Arch::ALL {
+        for arch in Arch::all() {
             let shape = ModelShape { layers: 2, experts: arch.base().experts.min(2), ..arch.base() };
             let lora = LoraSection { rank: 2, ..LoraSection::default() };
             let layout = layout(&shape, &lora).unwrap();

@@ -1,7 +1,7 @@
 //! The exit codes of `xlaunch` and its workers. `--help` and the man page print this table.
 
 /// The reason for an exit, as encoded in an exit code.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExitCode {
     /// Success.
     Done,
@@ -13,7 +13,8 @@ pub enum ExitCode {
     Data,
     /// The rendezvous failed: ranks are missing, or disagree.
     Rendezvous,
-    /// An error inside xlaunch.
+    /// An error inside xlaunch. The default, because an unknown outcome is never success.
+    #[default]
     Internal,
     /// A failure that a retry may fix: a peer or the agent was lost, a rank hung, the job was preempted, the restarts
     /// of a training job were used up by external failures, or it was stopped before it had saved its last step.

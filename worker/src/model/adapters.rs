@@ -331,7 +331,7 @@ mod tests {
 
     #[test]
     fn merged_weights_compute_the_same_in_every_family() {
-        for arch in Arch::ALL {
+        for arch in Arch::all() {
             let (shape, lora) = (shape(arch), lora(&["all-linear"]));
             let adapted = Adapted::new(&shape, &lora, Recompute::None);
             let expected = adapted.loss();

@@ -249,7 +249,7 @@ mod tests {
 
     #[test]
     fn modules_cover_every_output_of_a_layer_once() {
-        for arch in Arch::ALL.into_iter().filter(|arch| arch.base().experts == 0) {
+        for arch in Arch::all().filter(|arch| arch.base().experts == 0) {
             let shape = arch.base();
             let widths = [shape.qkv_width(), shape.dim, shape.ffn_inputs(), shape.dim];
             for (layer, width) in [Layer::Qkv, Layer::Proj, Layer::Fc, Layer::Out].into_iter().zip(widths) {

@@ -80,76 +80,23 @@ pub enum Arch {
 }
 
 impl Arch {
-    /// All families.
-    pub const ALL: [Self; 30] = [
-        Self::Gpt2,
-        Self::Llama,
-        Self::Mistral,
-        Self::Qwen2,
-        Self::Qwen3,
-        Self::SmolLm3,
-        Self::Olmo2,
-        Self::Olmo3,
-        Self::Gemma,
-        Self::Gemma2,
-        Self::Gemma3,
-        Self::Phi,
-        Self::Phi3,
-        Self::StableLm,
-        Self::StarCoder2,
-        Self::Granite,
-        Self::GptNeoX,
-        Self::Arcee,
-        Self::Ernie45,
-        Self::Exaone4,
-        Self::Glm,
-        Self::Glm4,
-        Self::Ministral,
-        Self::SeedOss,
-        Self::Mixtral,
-        Self::Olmoe,
-        Self::Qwen3Moe,
-        Self::Qwen2Moe,
-        Self::Glm4Moe,
-        Self::GptOss,
-    ];
+    /// Returns all families.
+    pub fn all() -> impl Iterator<Item = Self> {
+        FAMILIES.iter().map(|shape| shape.arch)
+    }
 
     /// Returns a tiny model of the family. Its keys of the architecture are those of the family's published models.
-    pub const fn base(self) -> ModelShape {
-        match self {
-            Self::Gpt2 => GPT2,
-            Self::Llama => LLAMA,
-            Self::Mistral => MISTRAL,
-            Self::Qwen2 => QWEN2,
-            Self::Qwen3 => QWEN3,
-            Self::SmolLm3 => SMOLLM3,
-            Self::Olmo2 => OLMO2,
-            Self::Olmo3 => OLMO3,
-            Self::Gemma => GEMMA,
-            Self::Gemma2 => GEMMA2,
-            Self::Gemma3 => GEMMA3,
-            Self::Phi => PHI,
-            Self::Phi3 => PHI3,
-            Self::StableLm => STABLELM,
-            Self::StarCoder2 => STARCODER2,
-            Self::Granite => GRANITE,
-            Self::GptNeoX => GPT_NEOX,
-            Self::Arcee => ARCEE,
-            Self::Ernie45 => ERNIE45,
-            Self::Exaone4 => EXAONE4,
-            Self::Glm => GLM,
-            Self::Glm4 => GLM4,
-            Self::Ministral => MINISTRAL,
-            Self::SeedOss => SEED_OSS,
-            Self::Mixtral => MIXTRAL,
-            Self::Olmoe => OLMOE,
-            Self::Qwen3Moe => QWEN3_MOE,
-            Self::Qwen2Moe => QWEN2_MOE,
-            Self::Glm4Moe => GLM4_MOE,
-            Self::GptOss => GPT_OSS,
-        }
+    pub fn base(self) -> ModelShape {
+        FAMILIES[self as usize].clone()
     }
 }
+
+/// A tiny model of each family, in the order of [`Arch`].
+static FAMILIES: [ModelShape; 30] = [
+    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, STABLELM,
+    STARCODER2, GRANITE, GPT_NEOX, ARCEE, ERNIE45, EXAONE4, GLM, GLM4, MINISTRAL, SEED_OSS, MIXTRAL, OLMOE,
+    QWEN3_MOE, QWEN2_MOE, GLM4_MOE, GPT_OSS,
+];
 
 /// Representation of positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,7 +5,8 @@ fn every_preset_and_family_is_valid() {
     for (name, shape) in &PRESETS {
         shape.check().unwrap_or_else(|error| panic!("{name}: {error}"));
     }
-    for arch in Arch::ALL {
+    for (number, arch) in Arch::all().enumerate() {
+        assert_eq!(arch as usize, number, "the table has the order of the families");
         arch.base().check().unwrap_or_else(|error| panic!("{arch:?}: {error}"));
     }
 }

@@ -19,7 +19,7 @@ fn preset(name: &str) -> ModelShape {
 
 #[test]
 fn configuration_that_was_written_is_read_as_the_same_shape() {
-    let families = Arch::ALL.map(|arch| ("family", arch.base()));
+    let families: Vec<_> = Arch::all().map(|arch| ("family", arch.base())).collect();
     for (name, preset) in PRESETS.iter().chain(&families) {
         for tied in [true, false] {
             let shape = ModelShape { tied: tied && !preset.head_bias, norm_eps: 1.5e-6, ..preset.clone() };

@@ -47,7 +47,7 @@ fn tensors_hold_every_parameter_once() {
 #[test]
 fn names_and_shapes_are_those_of_the_library() {
     let fixtures = fixtures::all();
-    for arch in Arch::ALL {
+    for arch in Arch::all() {
         assert!(fixtures.values().any(|fixture| fixture.shape().arch == arch), "{arch:?}");
     }
     for (name, fixture) in fixtures {

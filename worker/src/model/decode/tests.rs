@@ -28,10 +28,10 @@ fn shapes() -> Vec<ModelShape> {
     };
     let mut shapes = vec![shape(Arch::Gpt2, 4, true), shape(Arch::Llama, 2, false), one];
     shapes.extend([shared(false), shared(true)]);
-    shapes.extend(Arch::ALL[2..].iter().map(|arch| {
-        let shape = shape(*arch, 2, !arch.base().head_bias);
+    shapes.extend(Arch::all().skip(2).map(|arch| {
+        let shape = shape(arch, 2, !arch.base().head_bias);
         let window = if shape.window == 0 { 0 } else { 7 };
-        ModelShape { window, query_scale: 0.3, residual_scale: residual_scale(*arch), ..shape }
+        ModelShape { window, query_scale: 0.3, residual_scale: residual_scale(arch), ..shape }
     }));
     shapes
 }

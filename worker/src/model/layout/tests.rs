@@ -8,7 +8,7 @@ use super::{ALIGN, Group, Layout};
 /// Returns all presets and a model of each family.
 fn shapes() -> Vec<(String, ModelShape)> {
     let presets = PRESETS.iter().map(|(name, shape)| ((*name).to_owned(), shape.clone()));
-    presets.chain(Arch::ALL.map(|arch| (format!("{arch:?}"), arch.base()))).collect()
+    presets.chain(Arch::all().map(|arch| (format!("{arch:?}"), arch.base()))).collect()
 }
 
 #[test]
