@@ -37,14 +37,6 @@ pub(super) enum Takes {
 use Takes::{Nothing, Optional, Value};
 
 impl Flag {
-    const fn torchrun(name: &'static str, takes: Takes, help: &'static str) -> Self {
-        Self { name, short: None, takes, of_torchrun: true, in_environment: true, refused: None, help }
-    }
-
-    const fn xlaunch(name: &'static str, takes: Takes, help: &'static str) -> Self {
-        Self { of_torchrun: false, in_environment: false, ..Self::torchrun(name, takes, help) }
-    }
-
     const fn short(mut self, letter: char) -> Self {
         self.short = Some(letter);
         self
@@ -71,231 +63,101 @@ impl Flag {
     }
 }
 
+const fn torchrun(name: &'static str, takes: Takes, help: &'static str) -> Flag {
+    Flag { name, short: None, takes, of_torchrun: true, in_environment: true, refused: None, help }
+}
+
+const fn xlaunch(name: &'static str, takes: Takes, help: &'static str) -> Flag {
+    Flag { of_torchrun: false, in_environment: false, ..torchrun(name, takes, help) }
+}
+
 /// Former names, accepted for one release with a warning: (old, new).
 const RENAMED: [(&str, &str); 1] = [("silence", "stall-timeout")];
 
 const SEVERAL_NODES: &str = "Several nodes";
 
 /// Flags, grouped under the headings of `--help`.
+#[rustfmt::skip] // A line for each flag.
 pub(super) static GROUPS: &[(&str, &[Flag])] = &[
-    (
-        "Workers",
-        &[
-            Flag::torchrun(
-                "nproc-per-node",
-                Value("N"),
-                "number [1], or gpu, cpu (cores), auto (GPUs, else cores)",
-            ),
-            Flag::torchrun("module", Nothing, "launch a Python module").short('m'),
-            Flag::torchrun("no-python", Nothing, "launch a program without Python, like --"),
-            Flag::torchrun("run-path", Nothing, "launch a script with runpy.run_path"),
-            Flag::xlaunch(
-                "preload",
-                Value("MODULES"),
-                "import modules such as torch once, and fork the workers",
-            )
+    ("Workers", &[
+        torchrun("nproc-per-node", Value("N"), "number [1], or gpu, cpu (cores), auto (GPUs, else cores)"),
+        torchrun("module", Nothing, "launch a Python module").short('m'),
+        torchrun("no-python", Nothing, "launch a program without Python, like --"),
+        torchrun("run-path", Nothing, "launch a script with runpy.run_path"),
+        xlaunch("preload", Value("MODULES"), "import modules such as torch once, and fork the workers")
             .also_in_environment(),
-            Flag::torchrun(
-                "role",
-                Value("NAME"),
-                "ROLE_NAME of the workers, prefix of their output [default]",
-            ),
-            Flag::torchrun(
-                "virtual-local-rank",
-                Nothing,
-                "LOCAL_RANK 0 and one visible GPU for every worker",
-            ),
-            Flag::torchrun(
-                "numa-binding",
-                Value("TO"),
-                "bind workers to node, socket, exclusive or core-complex",
-            )
+        torchrun("role", Value("NAME"), "ROLE_NAME of the workers, prefix of their output [default]"),
+        torchrun("virtual-local-rank", Nothing, "LOCAL_RANK 0 and one visible GPU for every worker"),
+        torchrun("numa-binding", Value("TO"), "bind workers to node, socket, exclusive or core-complex")
             .only_on_the_command_line(),
-        ],
-    ),
-    (
-        "Failures",
-        &[
-            Flag::torchrun("max-restarts", Value("N"), "restarts of the whole group after a failure [0]"),
-            Flag::xlaunch(
-                "no-restart-codes",
-                Value("CODES"),
-                "never restart after these exit codes, such as 2,78",
-            ),
-            Flag::xlaunch(
-                "requeue-codes",
-                Value("CODES"),
-                "exit codes that mean preempted: no restart, exit with 75",
-            ),
-            Flag::torchrun("shutdown-timeout", Value("SECONDS"), "time between SIGTERM and SIGKILL [30]"),
-            Flag::torchrun(
-                "signals-to-handle",
-                Value("NAMES"),
-                "signals to shut down on [SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
-            ),
-            Flag::xlaunch(
-                "propagate-exit-code",
-                Nothing,
-                "exit with the exit code of the failed worker, not 1",
-            ),
-            Flag::xlaunch(
-                "stall-timeout",
-                Value("SECONDS"),
-                "report ranks without output and CPU time [300]",
-            ),
-            Flag::xlaunch(
-                "hang-timeout",
-                Value("SECONDS"),
-                "end ranks whose heartbeats stop; 0 never [adapts, at least 60]",
-            ),
-            Flag::xlaunch(
-                "flight-recorder",
-                Nothing,
-                "turn on PyTorch's flight recorder; dump it when a rank hangs",
-            ),
-        ],
-    ),
-    (
-        "Output",
-        &[
-            Flag::torchrun("log-dir", Value("DIR"), "directory for log files"),
-            Flag::torchrun(
-                "redirects",
-                Value("STREAMS"),
-                "write to files: 0 none, 1 stdout, 2 stderr, 3 both, or 0:1,1:2",
-            )
+    ]),
+    ("Failures", &[
+        torchrun("max-restarts", Value("N"), "restarts of the whole group after a failure [0]"),
+        xlaunch("no-restart-codes", Value("CODES"), "never restart after these exit codes, such as 2,78"),
+        xlaunch("requeue-codes", Value("CODES"), "exit codes that mean preempted: no restart, exit with 75"),
+        torchrun("shutdown-timeout", Value("SECONDS"), "time between SIGTERM and SIGKILL [30]"),
+        torchrun("signals-to-handle", Value("NAMES"), "signals to shut down on [SIGTERM,SIGINT,SIGHUP,SIGQUIT]"),
+        xlaunch("propagate-exit-code", Nothing, "exit with the exit code of the failed worker, not 1"),
+        xlaunch("stall-timeout", Value("SECONDS"), "report ranks without output and CPU time [300]"),
+        xlaunch("hang-timeout", Value("SECONDS"), "end ranks whose heartbeats stop; 0 never [adapts, at least 60]"),
+        xlaunch("flight-recorder", Nothing, "turn on PyTorch's flight recorder; dump it when a rank hangs"),
+    ]),
+    ("Output", &[
+        torchrun("log-dir", Value("DIR"), "directory for log files"),
+        torchrun("redirects", Value("STREAMS"), "write to files: 0 none, 1 stdout, 2 stderr, 3 both, or 0:1,1:2")
             .short('r'),
-            Flag::torchrun("tee", Value("STREAMS"), "write to files and to the console; values as for -r")
-                .short('t'),
-            Flag::torchrun(
-                "log-line-prefix-template",
-                Value("TEXT"),
-                "line prefix: ${role_name}, ${local_rank}, ${rank}, ${hostname}",
-            ),
-            Flag::torchrun(
-                "local-ranks-filter",
-                Value("RANKS"),
-                "show only these ranks on the console, such as 0,1",
-            ),
-            Flag::torchrun(
-                "duplicate-stdout-filters",
-                Value("WORDS"),
-                "copy lines that contain one of these, such as loss,step",
-            ),
-            Flag::torchrun(
-                "duplicate-stderr-filters",
-                Value("WORDS"),
-                "the same for stderr; write a comma as ,,",
-            ),
-            Flag::xlaunch(
-                "log-rotate",
-                Value("SIZE"),
-                "rotate log files at SIZE, such as 64M; one old file is kept",
-            ),
-        ],
-    ),
-    (
-        SEVERAL_NODES,
-        &[
-            Flag::torchrun(
-                "nnodes",
-                Value("N|MIN:MAX"),
-                "number of nodes [1, or the engine's: Slurm, LSF, PBS]",
-            ),
-            Flag::torchrun("node-rank", Value("N"), "rank of this node [the engine's, else 0]"),
-            Flag::torchrun(
-                "rdzv-backend",
-                Value("NAME"),
-                "static, or c10d, where nodes may join and leave [static]",
-            ),
-            Flag::torchrun(
-                "rdzv-endpoint",
-                Value("HOST:PORT"),
-                "the nodes' coordinator; on one node MASTER_ADDR, MASTER_PORT",
-            ),
-            Flag::torchrun("master-addr", Value("HOST"), "the same for static; on one node MASTER_ADDR"),
-            Flag::torchrun("master-port", Value("PORT"), "[29500; on one node a free port]"),
-            Flag::torchrun("rdzv-id", Value("ID"), "TORCHELASTIC_RUN_ID, equal on all nodes [random]"),
-            Flag::torchrun(
-                "rdzv-conf",
-                Value("KEYS"),
-                "join_timeout=600,keep_alive_interval=1,... or is_host=1",
-            ),
-            Flag::torchrun("local-addr", Value("HOST"), "address at which other nodes reach this one"),
-            Flag::xlaunch(
-                "interface",
-                Value("NAME"),
-                "network interface for nodes and workers, such as eth0",
-            ),
-            Flag::xlaunch(
-                "token-file",
-                Value("PATH"),
-                "the job's token; or XLAUNCH_TOKEN, or munge under Slurm",
-            ),
-            Flag::xlaunch("rdzv-insecure", Nothing, "no token and plain TCP, for a trusted network"),
-            Flag::torchrun("standalone", Nothing, "one node: ignore --rdzv-*, --master-* and engines"),
-        ],
-    ),
-    (
-        "Several hosts over ssh",
-        &[
-            Flag::xlaunch("hosts", Value("LIST"), "start on these hosts, with slots as workers: a,b:4"),
-            Flag::xlaunch(
-                "hostfile",
-                Value("FILE"),
-                "the same, a line per host: HOST, HOST slots=N or HOST:N",
-            ),
-            Flag::xlaunch("ssh", Value("COMMAND"), "ssh client and its options [ssh -o BatchMode=yes ...]"),
-            Flag::xlaunch(
-                "export",
-                Value("NAME"),
-                "environment variable to send to the hosts; may be repeated",
-            ),
-        ],
-    ),
-    (
-        "Accepted without effect",
-        &[
-            Flag::torchrun("monitor-interval", Value("SECONDS"), "exits are noticed immediately"),
-            Flag::torchrun("start-method", Value("NAME"), "workers are always spawned"),
-            Flag::torchrun("event-log-handler", Value("NAME"), "see `xlaunch status` instead"),
-        ],
-    ),
-    (
-        "Refused",
-        &[
-            Flag::torchrun("logs-specs", Value("NAME"), "Python plug-ins; only `default` is accepted")
-                .only_on_the_command_line(),
-            Flag::torchrun("print-completion", Value("SHELL"), "`xlaunch gen completions` prints a script")
-                .only_on_the_command_line()
-                .refused("`xlaunch gen completions` prints a script"),
-        ],
-    ),
-    (
-        "Training configurations (these, several nodes, --nproc, --max-restarts, --shutdown-timeout)",
-        &[
-            Flag::xlaunch("set", Value("SECTION.KEY=VALUE"), "override a key; may be repeated"),
-            Flag::xlaunch(
-                "resume",
-                Optional("PATH"),
-                "resume from the job's newest checkpoint, or from PATH",
-            ),
-            Flag::xlaunch(
-                "resume-changed",
-                Nothing,
-                "resume even if data, batch, seed or order have changed",
-            ),
-            Flag::xlaunch("overwrite", Nothing, "start afresh in a directory with checkpoints"),
-            Flag::xlaunch("dry-run", Nothing, "check the job and print the memory it needs; start nothing"),
-        ],
-    ),
-    (
-        "Help",
-        &[
-            Flag::torchrun("help", Nothing, "print help").only_on_the_command_line().short('h'),
-            Flag::xlaunch("version", Nothing, "print the version").short('V'),
-        ],
-    ),
+        torchrun("tee", Value("STREAMS"), "write to files and to the console; values as for -r").short('t'),
+        torchrun("log-line-prefix-template", Value("TEXT"),
+            "line prefix: ${role_name}, ${local_rank}, ${rank}, ${hostname}"),
+        torchrun("local-ranks-filter", Value("RANKS"), "show only these ranks on the console, such as 0,1"),
+        torchrun("duplicate-stdout-filters", Value("WORDS"),
+            "copy lines that contain one of these, such as loss,step"),
+        torchrun("duplicate-stderr-filters", Value("WORDS"), "the same for stderr; write a comma as ,,"),
+        xlaunch("log-rotate", Value("SIZE"), "rotate log files at SIZE, such as 64M; one old file is kept"),
+    ]),
+    (SEVERAL_NODES, &[
+        torchrun("nnodes", Value("N|MIN:MAX"), "number of nodes [1, or the engine's: Slurm, LSF, PBS]"),
+        torchrun("node-rank", Value("N"), "rank of this node [the engine's, else 0]"),
+        torchrun("rdzv-backend", Value("NAME"), "static, or c10d, where nodes may join and leave [static]"),
+        torchrun("rdzv-endpoint", Value("HOST:PORT"), "the nodes' coordinator; on one node MASTER_ADDR, MASTER_PORT"),
+        torchrun("master-addr", Value("HOST"), "the same for static; on one node MASTER_ADDR"),
+        torchrun("master-port", Value("PORT"), "[29500; on one node a free port]"),
+        torchrun("rdzv-id", Value("ID"), "TORCHELASTIC_RUN_ID, equal on all nodes [random]"),
+        torchrun("rdzv-conf", Value("KEYS"), "join_timeout=600,keep_alive_interval=1,... or is_host=1"),
+        torchrun("local-addr", Value("HOST"), "address at which other nodes reach this one"),
+        xlaunch("interface", Value("NAME"), "network interface for nodes and workers, such as eth0"),
+        xlaunch("token-file", Value("PATH"), "the job's token; or XLAUNCH_TOKEN, or munge under Slurm"),
+        xlaunch("rdzv-insecure", Nothing, "no token and plain TCP, for a trusted network"),
+        torchrun("standalone", Nothing, "one node: ignore --rdzv-*, --master-* and engines"),
+    ]),
+    ("Several hosts over ssh", &[
+        xlaunch("hosts", Value("LIST"), "start on these hosts, with slots as workers: a,b:4"),
+        xlaunch("hostfile", Value("FILE"), "the same, a line per host: HOST, HOST slots=N or HOST:N"),
+        xlaunch("ssh", Value("COMMAND"), "ssh client and its options [ssh -o BatchMode=yes ...]"),
+        xlaunch("export", Value("NAME"), "environment variable to send to the hosts; may be repeated"),
+    ]),
+    ("Accepted without effect", &[
+        torchrun("monitor-interval", Value("SECONDS"), "exits are noticed immediately"),
+        torchrun("start-method", Value("NAME"), "workers are always spawned"),
+        torchrun("event-log-handler", Value("NAME"), "see `xlaunch status` instead"),
+    ]),
+    ("Refused", &[
+        torchrun("logs-specs", Value("NAME"), "Python plug-ins; only `default` is accepted")
+            .only_on_the_command_line(),
+        torchrun("print-completion", Value("SHELL"), "`xlaunch gen completions` prints a script")
+            .only_on_the_command_line().refused("`xlaunch gen completions` prints a script"),
+    ]),
+    ("Training configurations (these, several nodes, --nproc, --max-restarts, --shutdown-timeout)", &[
+        xlaunch("set", Value("SECTION.KEY=VALUE"), "override a key; may be repeated"),
+        xlaunch("resume", Optional("PATH"), "resume from the job's newest checkpoint, or from PATH"),
+        xlaunch("resume-changed", Nothing, "resume even if data, batch, seed or order have changed"),
+        xlaunch("overwrite", Nothing, "start afresh in a directory with checkpoints"),
+        xlaunch("dry-run", Nothing, "check the job and print the memory it needs; start nothing"),
+    ]),
+    ("Help", &[
+        torchrun("help", Nothing, "print help").only_on_the_command_line().short('h'),
+        xlaunch("version", Nothing, "print the version").short('V'),
+    ]),
 ];
 
 /// Flags that only training configurations take.
