@@ -11,7 +11,7 @@ use xlaunch_proto::v1::StatusReply;
 use xlaunch_spec::exit::ExitCode;
 
 /// The ending of a job. The state machine decides how the job has ended; the driver adds what it has collected.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ending {
     /// Exit code of `xlaunch`.
     pub exit: ExitCode,
@@ -118,24 +118,7 @@ pub struct SpawnFailure {
 impl Ending {
     /// An ending without failures.
     pub fn new(exit: ExitCode) -> Self {
-        Self {
-            exit,
-            root: None,
-            others: Vec::new(),
-            of_kept_attempt: false,
-            stopped: false,
-            left: false,
-            first_rank: 0,
-            elsewhere: None,
-            note: None,
-            evidence: Vec::new(),
-            status: StatusReply::default(),
-            peak_memory_bytes: 0,
-            leads: false,
-            losses: Vec::new(),
-            logs: None,
-            summary: String::new(),
-        }
+        Self { exit, ..Self::default() }
     }
 
     /// Returns the rank of the root cause, if it is a rank of this node.

@@ -31,6 +31,7 @@ use crate::resolved_command::quote_line;
 use xlaunch_host::clock;
 use xlaunch_host::devices::{self, Placement};
 use xlaunch_host::libraries::Libraries;
+use xlaunch_host::memory;
 use xlaunch_spec::lineage::Fingerprint;
 
 pub const ENVIRONMENT_FILE: &str = "environment.json";
@@ -118,7 +119,7 @@ fn describe(facts: &Facts, started: u64) -> Value {
             "architecture": text(system.machine()),
             "cpu": devices::platform(false),
             "cpus": std::thread::available_parallelism().map_or(1, usize::from),
-            "memory_bytes": memory_bytes(),
+            "memory_bytes": memory::total(),
         },
         "driver": nvml.as_ref().and_then(driver),
         "gpus": nvml.as_ref().map(|nvml| gpus(nvml, facts)).unwrap_or_default(),
@@ -128,13 +129,6 @@ fn describe(facts: &Facts, started: u64) -> Value {
         "data": facts.data,
         "continues": facts.parent,
     })
-}
-
-/// Total memory of the host, in bytes.
-fn memory_bytes() -> Option<u64> {
-    let meminfo = fs_err::read_to_string("/proc/meminfo").ok()?;
-    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 fn driver(nvml: &Nvml) -> Option<Value> {

@@ -13,6 +13,12 @@ pub struct Available {
     pub swap: u64,
 }
 
+/// Total memory of the host, in bytes; `None` if the host does not report it.
+pub fn total() -> Option<u64> {
+    let meminfo = fs_err::read_to_string("/proc/meminfo").ok()?;
+    value(&meminfo, "MemTotal:")?.checked_mul(1024)
+}
+
 /// Returns the memory still available to processes started from here; `None` if the host does not report it.
 pub fn available() -> Option<Available> {
     available_below(Path::new("/"))
@@ -98,6 +104,11 @@ mod tests {
             std::fs::write(path, text).unwrap();
         }
         available_below(root.path())
+    }
+
+    #[test]
+    fn total_memory_is_read_from_meminfo() {
+        assert!((1 << 20..1 << 50).contains(&total().unwrap()));
     }
 
     #[test]

@@ -49,13 +49,7 @@ impl Driver<'_> {
     async fn answer_terminal_user(&mut self, local_rank: u32, worker: u32) {
         let rank = self.membership.assignment().first_rank + local_rank;
         match Terminal::answer(worker) {
-            Some(Answer::Grant) => {
-                if let Err(error) = self.terminal.grant(worker) {
-                    self.notify(&format!(
-                        "rank {rank} waits for the terminal, but handing it over failed: {error}"
-                    ));
-                }
-            }
+            Some(Answer::Grant) => self.grant_terminal(rank, worker),
             Some(Answer::Suspend) => {
                 self.notify(&format!("rank {rank} waits for terminal input: suspended, continue with `fg`"));
                 self.workload.output().flush(REASON_FLUSH_TIMEOUT).await;

@@ -12,8 +12,9 @@ use xlaunch_spec::ids::Rank;
 use super::message::Message;
 use super::peers::Peers;
 use crate::stacks::{self, Detail};
+use crate::status::Monitor;
 use crate::status::board::Board;
-use crate::status::{Monitor, follow};
+use crate::status::follow::{self, Until};
 
 /// Concurrent readers of logs. Each occupies a thread of the runtime whenever it polls its file.
 pub(super) const MAX_LOG_READERS: usize = 64;
@@ -67,12 +68,16 @@ impl Service {
 
     /// Streams the log of a rank of this node.
     pub(super) fn local_logs(&self, request: LogsRequest) -> Result<LogChunks, Status> {
-        follow::stream(self.board.clone(), self.local(request)?, self.log_reader()?)
+        self.logs_until(Until::JobEnds, request)
     }
 
     /// Same as [`local_logs`](Self::local_logs), but ends with the current attempt.
     pub(super) fn logs_of_attempt(&self, request: LogsRequest) -> Result<LogChunks, Status> {
-        follow::stream_of_attempt(self.board.clone(), self.local(request)?, self.log_reader()?)
+        self.logs_until(Until::AttemptEnds, request)
+    }
+
+    fn logs_until(&self, until: Until, request: LogsRequest) -> Result<LogChunks, Status> {
+        follow::stream(self.board.clone(), self.local(request)?, until, self.log_reader()?)
     }
 
     /// Converts a request to the local rank.

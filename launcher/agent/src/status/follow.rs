@@ -35,36 +35,17 @@ pub type Pieces = mpsc::Sender<Result<LogsReply, Status>>;
 /// Function that opens a log; fails with `NotFound` if there is none.
 pub type Open = Arc<dyn Fn(&Path) -> std::io::Result<std::fs::File> + Send + Sync>;
 
-/// Streams the log named by `logs`, which has a local rank. `held` is dropped when the stream has ended.
+/// Streams the log named by `logs`, which has a local rank, until the end of the job or the attempt. `held` is dropped
+/// when the stream has ended.
 ///
 /// # Errors
 /// `INVALID_ARGUMENT` for a rank that does not exist; in the stream, `NOT_FOUND` if there is no log and `follow` is not
 /// set.
-pub fn stream<T: Send + 'static>(
+pub fn stream(
     board: watch::Receiver<Board>,
     logs: Logs,
-    held: T,
-) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
-    stream_until(Until::JobEnds, board, logs, held)
-}
-
-/// Same as [`stream`], but ends with the attempt: another node may run the rank in the next one.
-///
-/// # Errors
-/// Same as for [`stream`].
-pub(crate) fn stream_of_attempt<T: Send + 'static>(
-    board: watch::Receiver<Board>,
-    logs: Logs,
-    held: T,
-) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
-    stream_until(Until::AttemptEnds, board, logs, held)
-}
-
-fn stream_until<T: Send + 'static>(
     until: Until,
-    board: watch::Receiver<Board>,
-    logs: Logs,
-    held: T,
+    held: impl Send + 'static,
 ) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
     let world = board.borrow().workers();
     if logs.rank.0 >= world {
@@ -95,8 +76,9 @@ pub(crate) fn no_such_rank(rank: u32, world: u32) -> Status {
 
 /// End of a stream with `follow`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Until {
+pub enum Until {
     JobEnds,
+    /// The end of the attempt: another node may run the rank in the next one.
     AttemptEnds,
 }
 

@@ -50,7 +50,7 @@ impl Case {
 
     fn stream(&self, follow: bool, tail_lines: Option<u64>) -> mpsc::Receiver<Result<LogsReply, Status>> {
         let logs = Logs { rank: Rank(0), stderr: false, follow, tail_lines, after: None };
-        stream(self.board.subscribe(), logs, ()).unwrap()
+        stream(self.board.subscribe(), logs, Until::JobEnds, ()).unwrap()
     }
 
     async fn read(&self, tail_lines: Option<u64>) -> String {
@@ -127,7 +127,7 @@ async fn slow_reader_is_bounded_and_a_closed_one_is_released() {
     case.write(&"a line\n".repeat(1_000_000));
     let held = std::sync::Arc::new(());
     let logs = Logs { rank: Rank(0), stderr: false, follow: true, tail_lines: None, after: None };
-    let mut reader = stream(case.board.subscribe(), logs, held.clone()).unwrap();
+    let mut reader = stream(case.board.subscribe(), logs, Until::JobEnds, held.clone()).unwrap();
     reader.recv().await.unwrap().unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert!(reader.len() <= REPLY_QUEUE_LENGTH, "{}", reader.len());
@@ -143,7 +143,7 @@ async fn missing_log_and_missing_rank_are_errors() {
     let error = case.stream(false, None).recv().await.unwrap().unwrap_err();
     assert!(error.message().contains("stdout.log"), "{error}");
     let logs = Logs { rank: Rank(3), stderr: false, follow: false, tail_lines: None, after: None };
-    let error = stream(case.board.subscribe(), logs, ()).unwrap_err();
+    let error = stream(case.board.subscribe(), logs, Until::JobEnds, ()).unwrap_err();
     assert!(error.message().contains("no rank 3"), "{error}");
 }
 
@@ -153,7 +153,7 @@ async fn log_for_another_node_ends_with_its_attempt_and_goes_on_with_the_next() 
     case.write("first\n");
     let ask = |after| {
         let logs = Logs { rank: Rank(0), stderr: false, follow: true, tail_lines: None, after };
-        stream_of_attempt(case.board.subscribe(), logs, ()).unwrap()
+        stream(case.board.subscribe(), logs, Until::AttemptEnds, ()).unwrap()
     };
     let mut followed = ask(None);
     let chunk = followed.recv().await.unwrap().unwrap();
@@ -185,7 +185,7 @@ async fn reader_that_missed_a_rotated_file_is_told_how_many_bytes() {
     let read = async |offset| {
         let after = Some(LogPosition { attempt: 0, inode: files[0].metadata().unwrap().ino(), offset });
         let logs = Logs { rank: Rank(0), stderr: false, follow: false, tail_lines: None, after };
-        rest(&mut stream(case.board.subscribe(), logs, ()).unwrap()).await
+        rest(&mut stream(case.board.subscribe(), logs, Until::JobEnds, ()).unwrap()).await
     };
     let mark = |bytes| format!("\n[xlaunch: {bytes} bytes were rotated away before they were read]\n");
     assert_eq!(read(1).await, format!("{}three\nfour\n", mark(7)));
