@@ -8,95 +8,31 @@
 //! NCCL also reads `~/.nccl.conf`, which the user can write, unless `NCCL_CONF_FILE` names another file. Therefore that
 //! variable is set to the operator's file.
 
-/// Variables that reach training jobs. A `*` at the end matches any text.
-const ALLOWED: [&str; 79] = [
+/// Variables that reach training jobs, in groups of names separated by spaces. A `*` at the end matches any text.
+const ALLOWED: [&str; 5] = [
     // The user and the session. HOME and the cache directories are the user's own in any case; the caches hold code for
     // the GPUs of the job.
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "LANG",
-    "LANGUAGE",
-    "LC_*",
-    "TZ",
-    "TERM",
-    "COLORTERM",
-    "NO_COLOR",
-    "TMPDIR",
-    "XDG_CACHE_HOME",
+    "HOME USER LOGNAME SHELL LANG LANGUAGE LC_* TZ TERM COLORTERM NO_COLOR TMPDIR XDG_CACHE_HOME",
     // xlaunch.
-    "XLAUNCH_CACHE",
-    "XLAUNCH_LOG_FALLBACK",
-    "XLAUNCH_POOL_DEBUG",
-    "XLAUNCH_POOL_TRACE",
-    "XLAUNCH_PROFILE",
-    "XLAUNCH_ARRAY_JOB",
-    "XLAUNCH_ARRAY_INDEX",
-    "RUST_BACKTRACE",
+    "XLAUNCH_CACHE XLAUNCH_LOG_FALLBACK XLAUNCH_POOL_DEBUG XLAUNCH_POOL_TRACE XLAUNCH_PROFILE XLAUNCH_ARRAY_JOB \
+     XLAUNCH_ARRAY_INDEX RUST_BACKTRACE",
     // Threads and memory of the process, but not OMP_TOOL_LIBRARIES and similar variables.
-    "OMP_NUM_THREADS",
-    "MALLOC_ARENA_MAX",
+    "OMP_NUM_THREADS MALLOC_ARENA_MAX",
     // CUDA and its libraries: numbers and switches, but not CUDA_INJECTION64_PATH, CUDA_CACHE_PATH and
     // CUBLAS_LOGDEST_DBG.
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_MODULE_LOADING",
-    "CUDA_CACHE_DISABLE",
-    "CUDA_CACHE_MAXSIZE",
-    "CUDA_FORCE_PTX_JIT",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUBLASLT_WORKSPACE_SIZE",
-    "NVIDIA_TF32_OVERRIDE",
-    "CUDNN_LOGERR_DBG",
-    "CUDNN_LOGINFO_DBG",
-    "CUDNN_LOGLEVEL_DBG",
-    "CUDNN_LOGWARN_DBG",
+    "CUDA_DEVICE_MAX_CONNECTIONS CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_CACHE_DISABLE CUDA_CACHE_MAXSIZE \
+     CUDA_FORCE_PTX_JIT CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE NVIDIA_TF32_OVERRIDE CUDNN_LOGERR_DBG \
+     CUDNN_LOGINFO_DBG CUDNN_LOGLEVEL_DBG CUDNN_LOGWARN_DBG",
     // NCCL: numbers, switches and names of interfaces and devices, but not NCCL_CONF_FILE, NCCL_*_PLUGIN, and the files
     // of topologies and graphs.
-    "NCCL_ALGO",
-    "NCCL_BUFFSIZE",
-    "NCCL_CHECK_POINTERS",
-    "NCCL_COLLNET_ENABLE",
-    "NCCL_COMM_BLOCKING",
-    "NCCL_CROSS_NIC",
-    "NCCL_CTA_POLICY",
-    "NCCL_CUMEM_ENABLE",
-    "NCCL_CUMEM_HOST_ENABLE",
-    "NCCL_DEBUG",
-    "NCCL_DEBUG_SUBSYS",
-    "NCCL_DMABUF_ENABLE",
-    "NCCL_GRAPH_MIXING_SUPPORT",
-    "NCCL_GRAPH_REGISTER",
-    "NCCL_IB_ADAPTIVE_ROUTING",
-    "NCCL_IB_DISABLE",
-    "NCCL_IB_GID_INDEX",
-    "NCCL_IB_HCA",
-    "NCCL_IB_MERGE_NICS",
-    "NCCL_IB_QPS_PER_CONNECTION",
-    "NCCL_IB_RETRY_CNT",
-    "NCCL_IB_SL",
-    "NCCL_IB_TC",
-    "NCCL_IB_TIMEOUT",
-    "NCCL_LAUNCH_MODE",
-    "NCCL_LOCAL_REGISTER",
-    "NCCL_MAX_CTAS",
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_CTAS",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_NET_GDR_LEVEL",
-    "NCCL_NET_GDR_READ",
-    "NCCL_NSOCKS_PERTHREAD",
-    "NCCL_NTHREADS",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_P2P_LEVEL",
-    "NCCL_PROTO",
-    "NCCL_PXN_DISABLE",
-    "NCCL_SHM_DISABLE",
-    "NCCL_SOCKET_FAMILY",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_SOCKET_NTHREADS",
+    "NCCL_ALGO NCCL_BUFFSIZE NCCL_CHECK_POINTERS NCCL_COLLNET_ENABLE NCCL_COMM_BLOCKING NCCL_CROSS_NIC \
+     NCCL_CTA_POLICY NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DMABUF_ENABLE \
+     NCCL_GRAPH_MIXING_SUPPORT NCCL_GRAPH_REGISTER NCCL_IB_ADAPTIVE_ROUTING NCCL_IB_DISABLE NCCL_IB_GID_INDEX \
+     NCCL_IB_HCA NCCL_IB_MERGE_NICS NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT NCCL_IB_SL NCCL_IB_TC \
+     NCCL_IB_TIMEOUT NCCL_LAUNCH_MODE NCCL_LOCAL_REGISTER NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS \
+     NCCL_MIN_NCHANNELS NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVLS_ENABLE \
+     NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_PXN_DISABLE NCCL_SHM_DISABLE NCCL_SOCKET_FAMILY \
+     NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS",
 ];
 
 /// Prefixes of variables that configure a job. The user is told if such a variable does not reach the job.
@@ -127,7 +63,7 @@ fn name(variable: &[u8]) -> &[u8] {
 }
 
 fn is_allowed(name: &[u8]) -> bool {
-    ALLOWED.iter().any(|allowed| match allowed.strip_suffix('*') {
+    ALLOWED.iter().flat_map(|group| group.split(' ')).any(|allowed| match allowed.strip_suffix('*') {
         Some(start) => name.starts_with(start.as_bytes()),
         None => name == allowed.as_bytes(),
     })

@@ -86,7 +86,8 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
         };
         return Err(ConfigError::wrong_type(&change.source, error.message()));
     }
-    let of_file = |error: toml::de::Error| ConfigError::wrong_type(&path.display().to_string(), error.message());
+    let of_file =
+        |error: toml::de::Error| ConfigError::wrong_type(&path.display().to_string(), error.message());
     let spec = spec_of(&table).map_err(of_file)?;
     let sources = Sources { path: path.into(), text: text.clone(), overrides };
     spec.check().map_err(|invalid| sources.error(&invalid))?;

@@ -13,7 +13,6 @@
 //! use nor keep an unused one.
 
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,10 +24,11 @@ use tracing::warn;
 use xlaunch_proto::v1::StatusReply;
 
 use super::client::Client;
-use super::hooks::{Facts, Moment};
-use super::{Agent, AgentStart, AgentStarter};
+use super::hooks::Moment;
+use super::start::JobStart;
+use super::{Agent, AgentStarter};
 use crate::config::HooksSection;
-use crate::files::{AgentRecord, JobDirs, JobResult, StartOptions, is_full};
+use crate::files::{AgentRecord, JobDirs, JobResult, is_full};
 use crate::runtime::Stop;
 use crate::state::Usage;
 use crate::state::limits::AGENT_STOP_MARGIN;
@@ -44,32 +44,6 @@ const STATUS_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Number of status polls per reading of the usage. It is also read at the end.
 const POLLS_PER_USAGE: u32 = 10;
 const SIGNAL_RETRY_DELAY: Duration = Duration::from_millis(200);
-
-/// One start of a job.
-#[derive(Clone, Debug)]
-pub(crate) struct JobStart {
-    pub(crate) job: u64,
-    pub(crate) start: u32,
-    /// Start time, in milliseconds on the node's clock.
-    pub(crate) at: u64,
-    pub(crate) name: String,
-    pub(crate) uid: u32,
-    /// Name of the user who submitted the job; empty if unknown.
-    pub(crate) user: String,
-    pub(crate) options: StartOptions,
-    /// Device nodes of the job's GPUs; `None` on a node without GPUs.
-    pub(crate) gpu_nodes: Option<Vec<PathBuf>>,
-    /// Longest time between the request to stop and SIGKILL of the workers.
-    pub(crate) shutdown_timeout: Duration,
-    /// Facts about the job that hooks get.
-    pub(crate) facts: Facts,
-    /// Number of cores; `None` if the job did not request any.
-    pub(crate) cpus: Option<u32>,
-    /// Memory limit in bytes; `None` for no limit.
-    pub(crate) memory: Option<u64>,
-    /// Limit on processes and threads.
-    pub(crate) max_tasks: u64,
-}
 
 /// An event of a job. Each start ends with one of the last four.
 #[derive(Clone, Debug, PartialEq)]
@@ -89,46 +63,31 @@ pub(crate) enum AgentEvent {
     Lost(String, Option<Usage>),
 }
 
-/// Settings that all starts share.
-#[derive(Clone, Debug)]
-pub(crate) struct FollowSetup {
+/// The task that follows one start of a job.
+pub(crate) struct Follower {
+    pub(crate) job_start: JobStart,
     pub(crate) dirs: JobDirs,
     pub(crate) starter: Arc<AgentStarter>,
     pub(crate) hooks: Arc<HooksSection>,
     pub(crate) events: mpsc::Sender<(u64, AgentEvent)>,
-}
-
-/// Follows a start to its end, and sends its events with the job's id. If `fresh`, starts the agent; otherwise an
-/// earlier daemon has started it or was about to. `stop` tells when to stop the job, `warning` which signal to send its
-/// workers.
-pub(crate) async fn follow(
-    job_start: JobStart,
-    fresh: bool,
-    FollowSetup { dirs, starter, hooks, events }: FollowSetup,
-    stop: watch::Receiver<Stop>,
-    warning: watch::Receiver<Option<i32>>,
-) {
-    let job = job_start.job;
-    let follower = Follower { job_start, dirs, starter, hooks, events, stop, warning };
-    let last = if fresh { follower.start_and_watch().await } else { follower.adopt_and_watch().await };
-    // The manager is gone only if the daemon is ending. The next daemon reads the job's files.
-    let _ = follower.events.send((job, last)).await;
-}
-
-struct Follower {
-    job_start: JobStart,
-    dirs: JobDirs,
-    starter: Arc<AgentStarter>,
-    hooks: Arc<HooksSection>,
-    events: mpsc::Sender<(u64, AgentEvent)>,
-    stop: watch::Receiver<Stop>,
-    warning: watch::Receiver<Option<i32>>,
+    /// When to stop the job.
+    pub(crate) stop: watch::Receiver<Stop>,
+    /// Signal to send the job's workers.
+    pub(crate) warning: watch::Receiver<Option<i32>>,
 }
 
 /// A description on its way to an agent.
 type Input = (pipe::Sender, Vec<u8>);
 
 impl Follower {
+    /// Follows the start to its end, and sends its events with the job's id. If `fresh`, starts the agent; otherwise an
+    /// earlier daemon has started it or was about to.
+    pub(crate) async fn follow(self, fresh: bool) {
+        let last = if fresh { self.start_and_watch().await } else { self.adopt_and_watch().await };
+        // The manager is gone only if the daemon is ending. The next daemon reads the job's files.
+        let _ = self.events.send((self.job_start.job, last)).await;
+    }
+
     async fn start_and_watch(&self) -> AgentEvent {
         if let Some(reason) = self.account_problem().await {
             return AgentEvent::NotStarted(Some(reason));
@@ -206,14 +165,10 @@ impl Follower {
     }
 
     async fn try_start(&self) -> io::Result<(Agent, Input)> {
-        let JobStart { job, start, uid, shutdown_timeout, cpus, memory, max_tasks, .. } = self.job_start;
-        let JobStart { name, options, gpu_nodes, .. } = &self.job_start;
+        let JobStart { job, start, options, .. } = &self.job_start;
+        let (job, start) = (*job, *start);
         let description = self.dirs.description(job, start, options)?;
-        let dir = self.dirs.agent(job);
-        let (name, gpus, gpu_nodes) = (name.clone(), options.gpus.clone(), gpu_nodes.clone());
-        let agent_start =
-            AgentStart { job, name, uid, dir, gpus, gpu_nodes, shutdown_timeout, cpus, memory, max_tasks };
-        let (agent, pipe) = self.starter.start(&agent_start).await?;
+        let (agent, pipe) = self.starter.start(&self.job_start, &self.dirs.agent(job)).await?;
         let (process, gpus, boot) = (agent.process(), options.gpus.clone(), crate::boot_id());
         let user = self.job_start.user.clone();
         let record = AgentRecord { start, process, user, gpus, boot, at: self.job_start.at };
@@ -417,6 +372,8 @@ fn later(before: Option<Usage>, now: Option<Usage>) -> Option<Usage> {
 mod tests {
     use super::*;
     use crate::agents::process::AgentProcess;
+    use crate::agents::start::Facts;
+    use crate::files::StartOptions;
 
     fn job_start(user: &str) -> JobStart {
         JobStart {
@@ -442,10 +399,17 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         let (events, mut received) = mpsc::channel(8);
-        let (starter, hooks) = (Arc::new(AgentStarter::Detached(None)), Arc::default());
-        let setup = FollowSetup { dirs, starter, hooks, events };
         let (stop, warning) = (watch::Sender::new(Stop::No), watch::Sender::new(None));
-        follow(job_start("removed-user"), true, setup, stop.subscribe(), warning.subscribe()).await;
+        let follower = Follower {
+            job_start: job_start("removed-user"),
+            dirs,
+            starter: Arc::new(AgentStarter::Detached(None)),
+            hooks: Arc::default(),
+            events,
+            stop: stop.subscribe(),
+            warning: warning.subscribe(),
+        };
+        follower.follow(true).await;
         let Some((1, AgentEvent::NotStarted(Some(reason)))) = received.recv().await else { panic!() };
         assert!(reason.contains("belonged to `removed-user`") || reason.contains("no account"), "{reason}");
     }

@@ -20,32 +20,14 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::start::{HookStart, took_too_long};
+use super::start::{Facts, HookStart, took_too_long};
 use super::unit::Unit;
 use super::{AgentStarter, user_to_switch_to};
 use crate::config::{HooksSection, RunAs, check};
-use crate::state::{Entry, Phase};
 use crate::{trusted_path, users};
 use xlaunch_host::spawn::sys;
-use xlaunch_proto::v1::{JobKind, NodeJobState};
 
 const HOOK_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-
-/// Variables with the former names under which they are also set, for one release.
-const FORMER_NAMES: [(&str, &str); 12] = [
-    ("XLAUNCH_HOOK_JOB_ID", "XLAUNCH_JOB_ID"),
-    ("XLAUNCH_HOOK_JOB_NAME", "XLAUNCH_JOB_NAME"),
-    ("XLAUNCH_HOOK_JOB_KIND", "XLAUNCH_JOB_KIND"),
-    ("XLAUNCH_HOOK_JOB_USER", "XLAUNCH_JOB_USER"),
-    ("XLAUNCH_HOOK_JOB_UID", "XLAUNCH_JOB_UID"),
-    ("XLAUNCH_HOOK_JOB_WORK_DIR", "XLAUNCH_JOB_WORK_DIR"),
-    ("XLAUNCH_HOOK_JOB_WORKERS", "XLAUNCH_JOB_WORKERS"),
-    ("XLAUNCH_HOOK_JOB_START", "XLAUNCH_JOB_START"),
-    ("XLAUNCH_HOOK_JOB_GPUS", "XLAUNCH_JOB_GPUS"),
-    ("XLAUNCH_HOOK_JOB_STATE", "XLAUNCH_JOB_STATE"),
-    ("XLAUNCH_HOOK_JOB_EXIT_CODE", "XLAUNCH_JOB_EXIT_CODE"),
-    ("XLAUNCH_HOOK_JOB_REASON", "XLAUNCH_JOB_REASON"),
-];
 
 /// The moment at which a hook runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,59 +45,6 @@ impl Moment {
             Self::OnEnd => "on_end",
         }
     }
-}
-
-/// Facts about a job that a hook gets as environment variables.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Facts {
-    job: u64,
-    uid: u32,
-    user: String,
-    variables: Vec<(&'static str, String)>,
-}
-
-impl Facts {
-    /// Collects the facts about a job in its current phase.
-    pub(crate) fn of(entry: &Entry) -> Self {
-        let submitted = &entry.submitted;
-        let kind = if submitted.trainer { JobKind::Trainer } else { JobKind::Command };
-        let mut variables = vec![
-            ("XLAUNCH_HOOK_JOB_ID", submitted.job.to_string()),
-            ("XLAUNCH_HOOK_JOB_NAME", submitted.name.clone()),
-            ("XLAUNCH_HOOK_JOB_KIND", kind.label().to_owned()),
-            ("XLAUNCH_HOOK_JOB_USER", submitted.user.clone()),
-            ("XLAUNCH_HOOK_JOB_UID", submitted.uid.to_string()),
-            ("XLAUNCH_HOOK_JOB_WORK_DIR", submitted.work_dir.clone()),
-            ("XLAUNCH_HOOK_JOB_WORKERS", submitted.workers.to_string()),
-        ];
-        match &entry.phase {
-            Phase::Queued { .. } => {}
-            Phase::Active { start, gpus, .. } => {
-                variables.push(("XLAUNCH_HOOK_JOB_START", start.to_string()));
-                variables.push(("XLAUNCH_HOOK_JOB_GPUS", gpus.join(",")));
-            }
-            Phase::Ended { end, exit, reason, gpus, .. } => {
-                variables.push(("XLAUNCH_HOOK_JOB_GPUS", gpus.join(",")));
-                variables.push(("XLAUNCH_HOOK_JOB_STATE", NodeJobState::from(*end).label().to_owned()));
-                variables.extend(exit.map(|exit| ("XLAUNCH_HOOK_JOB_EXIT_CODE", exit.to_string())));
-                variables.push(("XLAUNCH_HOOK_JOB_REASON", reason.clone()));
-            }
-        }
-        // Users choose some of these values.
-        variables.iter_mut().for_each(|(_, value)| value.retain(|letter| !letter.is_control()));
-        variables.extend(former_names(&variables));
-        Self { job: submitted.job, uid: submitted.uid, user: submitted.user.clone(), variables }
-    }
-}
-
-/// Returns these variables under their former names without `HOOK`. A launch in a hook would take those for keys of
-/// `[job]`, but ignores them as long as the variables with the new names have the same values.
-fn former_names(variables: &[(&'static str, String)]) -> Vec<(&'static str, String)> {
-    let former = |(name, value): &(&str, String)| {
-        let (_, old) = FORMER_NAMES.iter().find(|(new, _)| new == name)?;
-        Some((*old, value.clone()))
-    };
-    variables.iter().filter_map(former).collect()
 }
 
 impl HooksSection {
@@ -155,8 +84,8 @@ impl HooksSection {
                 return Err(failed(format!("did not run: {problem}")));
             }
         }
-        let mut environment = vec![("PATH", HOOK_PATH.to_owned())];
-        environment.extend(facts.variables.iter().cloned());
+        let mut environment = vec![("PATH".to_owned(), HOOK_PATH.to_owned())];
+        environment.extend_from_slice(&facts.variables);
         let hook = HookStart {
             job: facts.job,
             uid: (run_as == RunAs::User).then_some(facts.uid),

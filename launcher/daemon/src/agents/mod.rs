@@ -13,7 +13,7 @@
 //!
 //! - [`follow`]: the task that follows one start of a job; [`connect`]: connections to agents;
 //! - `process`, `unit`: an agent as a detached process, or as a systemd unit; [`task_cgroup`]: limits of the former;
-//! - [`start`]: processes of the daemon itself, which are [`hooks`] and [`examination`].
+//! - [`start`]: what is started: agents, and processes of the daemon itself, which are [`hooks`] and [`examination`].
 
 mod client;
 pub(crate) mod connect;
@@ -28,25 +28,21 @@ mod unit;
 use std::ffi::CString;
 use std::io;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use nix::unistd;
 use tokio::net::unix::pipe;
 use tracing::warn;
 
 use self::process::AgentProcess;
+use self::start::JobStart;
 use self::task_cgroup::{JobCgroup, TaskCgroups};
 use self::unit::Unit;
 use crate::files::{AgentRecord, JobDirs};
 use crate::state::Usage;
 use crate::users::{self, Account};
 use xlaunch_host::spawn::sys;
-
-/// Variables of the daemon that are passed to agents: the operator's location of the driver's libraries.
-const PASSED_ON: [&str; 1] = ["LD_LIBRARY_PATH"];
-const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 
 /// Starts agents.
 #[derive(Clone, Debug)]
@@ -57,42 +53,6 @@ pub(crate) enum AgentStarter {
     Systemd(zbus::Connection),
 }
 
-/// An agent to start.
-#[derive(Debug)]
-pub(crate) struct AgentStart {
-    job: u64,
-    name: String,
-    uid: u32,
-    /// The part of the job's directory that its user owns.
-    dir: PathBuf,
-    /// UUIDs of the job's GPUs.
-    gpus: Vec<String>,
-    /// Device nodes of these GPUs; `None` on a node without GPUs, where no devices need to be hidden from the job.
-    gpu_nodes: Option<Vec<PathBuf>>,
-    /// Longest time between the request to stop and SIGKILL of the workers.
-    shutdown_timeout: Duration,
-    /// Number of cores; `None` for no limit.
-    cpus: Option<u32>,
-    /// Memory limit in bytes; `None` for no limit.
-    memory: Option<u64>,
-    /// Limit on processes and threads.
-    max_tasks: u64,
-}
-
-impl AgentStart {
-    /// Builds the agent's environment. The environment of the job is for its workers only.
-    fn environment(&self) -> Vec<(&'static str, String)> {
-        let passed_on = PASSED_ON.iter().filter_map(|name| Some((*name, std::env::var(name).ok()?)));
-        // For a CPU job the list is empty, which hides all GPUs: they may belong to other jobs.
-        let own = [
-            ("PATH", PATH.to_owned()),
-            ("CUDA_VISIBLE_DEVICES", self.gpus.join(",")),
-            ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned()),
-        ];
-        own.into_iter().chain(passed_on).collect()
-    }
-}
-
 /// An agent that was running when the daemon last checked.
 #[derive(Debug)]
 pub(crate) enum Agent {
@@ -101,17 +61,18 @@ pub(crate) enum Agent {
 }
 
 impl AgentStarter {
-    /// Starts an agent, which waits for its description on the returned pipe. After an error, no agent runs.
-    pub(crate) async fn start(&self, start: &AgentStart) -> io::Result<(Agent, pipe::Sender)> {
+    /// Starts an agent with the part of the job's directory that its user owns. It waits for its description on the
+    /// returned pipe. After an error, no agent runs.
+    pub(crate) async fn start(&self, start: &JobStart, dir: &Path) -> io::Result<(Agent, pipe::Sender)> {
         let (sender, receiver) = pipe::pipe()?;
         let input = receiver.into_blocking_fd()?;
         let agent = match self {
             Self::Detached(cgroups) => {
                 let cgroup = cgroups.as_ref().and_then(|it| it.create(start.job, start.max_tasks));
-                start_detached(start, input.into(), cgroup).map(Agent::Process)?
+                start_detached(start, dir, input.into(), cgroup).map(Agent::Process)?
             }
             Self::Systemd(bus) => {
-                Unit::start(bus, start, input).await.map(Agent::Unit).map_err(io::Error::other)?
+                Unit::start(bus, start, dir, input).await.map(Agent::Unit).map_err(io::Error::other)?
             }
         };
         Ok((agent, sender))
@@ -196,9 +157,14 @@ impl Agent {
     }
 }
 
-fn start_detached(start: &AgentStart, input: Stdio, cgroup: Option<JobCgroup>) -> io::Result<AgentProcess> {
+fn start_detached(
+    start: &JobStart,
+    dir: &Path,
+    input: Stdio,
+    cgroup: Option<JobCgroup>,
+) -> io::Result<AgentProcess> {
     let mut command = Command::new("/proc/self/exe");
-    command.arg0("xlaunch").arg("agent").arg(&start.dir).current_dir("/");
+    command.arg0("xlaunch").arg("agent").arg(dir).current_dir("/");
     command.env_clear().envs(start.environment());
     // The agent writes to agent.log. Output that a job's user controls must not get into the daemon's own log.
     command.stdin(input).stdout(Stdio::null()).stderr(Stdio::null());

@@ -1,4 +1,4 @@
-//! Processes that the daemon starts for itself, detached or as systemd units: examinations of GPUs, and hooks.
+//! Processes that the daemon starts, detached or as systemd units: agents of jobs, examinations of GPUs, and hooks.
 
 use std::fs::DirBuilder;
 use std::io;
@@ -7,13 +7,107 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::PATH;
+use crate::files::StartOptions;
+use crate::state::{Entry, Phase};
+use xlaunch_proto::v1::{JobKind, NodeJobState};
 
-/// Arguments of the process.
+const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
+/// Variables of the daemon that are passed to agents: the operator's location of the driver's libraries.
+const PASSED_TO_AGENTS: [&str; 1] = ["LD_LIBRARY_PATH"];
+/// Arguments of the process that examines GPUs.
 pub(super) const DOCTOR: [&str; 3] = ["doctor", "--json", "--while-stdin-is-open"];
-/// Prefixes of the daemon's variables that are passed to the process: the operator's settings for libraries and
+/// Prefixes of the daemon's variables that are passed to that process: the operator's settings for libraries and
 /// workers.
 const PASSED_ON_PREFIXES: [&str; 3] = ["LD_LIBRARY_PATH", "XLAUNCH_", "NCCL_"];
+
+/// One start of a job, and of its agent.
+#[derive(Clone, Debug)]
+pub(crate) struct JobStart {
+    pub(crate) job: u64,
+    pub(crate) start: u32,
+    /// Start time, in milliseconds on the node's clock.
+    pub(crate) at: u64,
+    pub(crate) name: String,
+    pub(crate) uid: u32,
+    /// Name of the user who submitted the job; empty if unknown.
+    pub(crate) user: String,
+    pub(crate) options: StartOptions,
+    /// Device nodes of the job's GPUs; `None` on a node without GPUs, where no devices need to be hidden from the job.
+    pub(crate) gpu_nodes: Option<Vec<PathBuf>>,
+    /// Longest time between the request to stop and SIGKILL of the workers.
+    pub(crate) shutdown_timeout: Duration,
+    /// Facts about the job that hooks get.
+    pub(crate) facts: Facts,
+    /// Number of cores; `None` if the job did not request any.
+    pub(crate) cpus: Option<u32>,
+    /// Memory limit in bytes; `None` for no limit.
+    pub(crate) memory: Option<u64>,
+    /// Limit on processes and threads.
+    pub(crate) max_tasks: u64,
+}
+
+impl JobStart {
+    /// Builds the agent's environment. The environment of the job is for its workers only.
+    pub(super) fn environment(&self) -> Vec<(&'static str, String)> {
+        let passed_on = PASSED_TO_AGENTS.iter().filter_map(|name| Some((*name, std::env::var(name).ok()?)));
+        // For a CPU job the list is empty, which hides all GPUs: they may belong to other jobs.
+        let own = [
+            ("PATH", PATH.to_owned()),
+            ("CUDA_VISIBLE_DEVICES", self.options.gpus.join(",")),
+            ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned()),
+        ];
+        own.into_iter().chain(passed_on).collect()
+    }
+}
+
+/// Facts about a job that a hook gets as environment variables.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Facts {
+    pub(super) job: u64,
+    pub(super) uid: u32,
+    pub(super) user: String,
+    pub(super) variables: Vec<(String, String)>,
+}
+
+impl Facts {
+    /// Collects the facts about a job in its current phase.
+    pub(crate) fn of(entry: &Entry) -> Self {
+        let submitted = &entry.submitted;
+        let kind = if submitted.trainer { JobKind::Trainer } else { JobKind::Command };
+        let mut variables = vec![
+            ("ID", submitted.job.to_string()),
+            ("NAME", submitted.name.clone()),
+            ("KIND", kind.label().to_owned()),
+            ("USER", submitted.user.clone()),
+            ("UID", submitted.uid.to_string()),
+            ("WORK_DIR", submitted.work_dir.clone()),
+            ("WORKERS", submitted.workers.to_string()),
+        ];
+        match &entry.phase {
+            Phase::Queued { .. } => {}
+            Phase::Active { start, gpus, .. } => {
+                variables.push(("START", start.to_string()));
+                variables.push(("GPUS", gpus.join(",")));
+            }
+            Phase::Ended { end, exit, reason, gpus, .. } => {
+                variables.push(("GPUS", gpus.join(",")));
+                variables.push(("STATE", NodeJobState::from(*end).label().to_owned()));
+                variables.extend(exit.map(|exit| ("EXIT_CODE", exit.to_string())));
+                variables.push(("REASON", reason.clone()));
+            }
+        }
+        // Users choose some of these values.
+        variables.iter_mut().for_each(|(_, value)| value.retain(|letter| !letter.is_control()));
+        // For one release, variables are also set under their former names without `HOOK`. A launch in a hook would
+        // take those for keys of `[job]`, but ignores them as long as those with the new names have the same values.
+        let named = |prefix: &str| {
+            let name = |(name, value): &(&str, String)| (format!("{prefix}{name}"), value.clone());
+            variables.iter().map(name).collect::<Vec<_>>()
+        };
+        let variables = [named("XLAUNCH_HOOK_JOB_"), named("XLAUNCH_JOB_")].concat();
+        Self { job: submitted.job, uid: submitted.uid, user: submitted.user.clone(), variables }
+    }
+}
 
 /// An examination to start.
 #[derive(Clone, Debug)]
@@ -75,7 +169,7 @@ pub(crate) struct HookStart {
     pub(crate) uid: Option<u32>,
     pub(crate) moment: &'static str,
     pub(crate) program: PathBuf,
-    pub(crate) environment: Vec<(&'static str, String)>,
+    pub(crate) environment: Vec<(String, String)>,
     pub(crate) timeout: Duration,
 }
 

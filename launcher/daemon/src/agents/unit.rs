@@ -13,9 +13,8 @@ use rustix::process::Signal;
 use tokio::io::unix::AsyncFd;
 use zbus::{Fd, OwnedObjectPath, Variant, proxy};
 
-use super::AgentStart;
 use super::process;
-use super::start::{DOCTOR, ExaminationStart, HookStart, Stdio, took_too_long};
+use super::start::{DOCTOR, ExaminationStart, HookStart, JobStart, Stdio, took_too_long};
 use crate::state::Usage;
 
 /// Interval at which a unit is polled after its main process has exited until it is inactive, and while its main
@@ -158,13 +157,14 @@ impl Unit {
     /// Starts the agent of a job in a new unit. It reads its description from `input`.
     pub(super) async fn start(
         bus: &zbus::Connection,
-        start: &AgentStart,
+        start: &JobStart,
+        dir: &Path,
         input: OwnedFd,
     ) -> zbus::Result<Self> {
         let program = program()?;
         // systemd expands variables in ExecStart. ExecStartEx can turn that off, but systemd up to version 252 loses
         // such units at a daemon-reload.
-        let dir = start.dir.to_string_lossy().replace('$', "$$");
+        let dir = dir.to_string_lossy().replace('$', "$$");
         let exec: Vec<Exec<'_>> = vec![(&program, vec![&program, "agent", &dir], false)];
         let mut properties = properties(start, input);
         properties.push(("ExecStart", exec.into()));
@@ -341,7 +341,7 @@ fn is_unit_exists(error: &zbus::Error) -> bool {
 }
 
 /// Returns the properties of a job's unit, except its command.
-fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<Property<'a>> {
+fn properties<'a>(start: &JobStart, input: OwnedFd) -> Vec<Property<'a>> {
     let description = format!("xlaunch job {} ({})", start.job, start.name);
     let mut properties = common_properties(description, Some(start.uid), &start.environment());
     properties.extend([

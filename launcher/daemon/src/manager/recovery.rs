@@ -16,7 +16,7 @@ use crate::boot_id;
 use crate::files::{AgentRecord, FoundDir};
 use crate::journal::Integrity;
 use crate::state::recovery::{FoundJob, FoundStart};
-use crate::state::{Entry, Jobs, Phase, Record};
+use crate::state::{Entry, Jobs, Phase, Record, Submitted};
 use crate::users;
 
 impl Manager {
@@ -71,10 +71,11 @@ impl Manager {
         let found = dirs.into_iter().filter_map(|job| Some(self.found_job(job, self.dirs.found(job)?)));
         let mut found: Vec<_> = found.collect();
         for (job, uid) in units {
-            match found.iter_mut().find(|found| found.job == job) {
+            match found.iter_mut().find(|found| found.submitted.job == job) {
                 Some(found) => drop(found.start.get_or_insert_with(|| first_start(now))),
                 None => {
-                    found.push(FoundJob { job, uid, start: Some(first_start(now)), ..FoundJob::default() })
+                    let submitted = Submitted { job, uid, ..Submitted::default() };
+                    found.push(FoundJob { submitted, start: Some(first_start(now)) });
                 }
             }
         }
@@ -96,34 +97,28 @@ impl Manager {
     fn found_job(&self, job: u64, dir: FoundDir) -> FoundJob {
         let now = self.now();
         let FoundDir { uid, gid, description, agent } = dir;
-        let mut found = FoundJob {
-            job,
-            uid,
-            gid,
-            user: agent.as_ref().map(|agent| agent.user.clone()).unwrap_or_default(),
-            start: agent.map(|agent| found_start(agent, now)),
-            ..FoundJob::default()
-        };
+        let user = agent.as_ref().map(|agent| agent.user.clone()).unwrap_or_default();
+        let mut submitted = Submitted { job, uid, gid, user, ..Submitted::default() };
         if let Some(description) = description {
             let longest = self.config.borrow().jobs.max_grace.0.as_secs_f64();
-            (found.trainer, found.shutdown_timeout) = match &description.work {
+            (submitted.trainer, submitted.shutdown_timeout) = match &description.work {
                 Work::Trainer(spec) => {
                     (true, spec.launch.shutdown_timeout.max(spec.launch.shutdown_timeout_max))
                 }
                 Work::Command(spec) => (false, spec.shutdown_timeout.as_secs_f64()),
             };
-            found.shutdown_timeout = found.shutdown_timeout.min(longest);
-            (found.name, found.workers) = (description.name, description.workers);
-            found.work_dir = description.work_dir.to_string_lossy().into_owned();
+            submitted.shutdown_timeout = submitted.shutdown_timeout.min(longest);
+            (submitted.name, submitted.workers) = (description.name, description.workers);
+            submitted.work_dir = description.work_dir.to_string_lossy().into_owned();
         }
-        found
+        FoundJob { submitted, start: agent.map(|agent| found_start(agent, now)) }
     }
 
     fn list_again(&mut self, mut found: FoundJob) {
-        let (job, uid) = (found.job, found.uid);
-        if found.user.is_empty() {
+        let Submitted { job, uid, .. } = found.submitted;
+        if found.submitted.user.is_empty() {
             let account = tokio::task::block_in_place(|| users::find(uid));
-            found.user = account.ok().flatten().map(|account| account.name).unwrap_or_default();
+            found.submitted.user = account.ok().flatten().map(|account| account.name).unwrap_or_default();
         }
         warn!(job, uid, "job {job} is not in the journal and is listed again");
         let now = self.now();

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{Manager, resources};
-use crate::agents::follow::{FollowSetup, JobStart, follow};
-use crate::agents::hooks::Facts;
+use crate::agents::follow::Follower;
+use crate::agents::start::{Facts, JobStart};
 use crate::boot_id;
 use crate::files::StartOptions;
 use crate::gpus::{GpuFacts, Inventory};
@@ -72,11 +72,16 @@ impl Manager {
         let runtime = JobRuntime::new(fresh);
         let is_stopping = cancelled.is_some() || *over_limit;
         runtime.stop.send_replace(if is_stopping { Stop::Ask } else { Stop::No });
-        let (stop, warning) = (runtime.stop.subscribe(), runtime.warning.subscribe());
-        let (dirs, starter) = (self.dirs.clone(), self.starter.clone());
-        let (hooks, events) = (self.hooks.clone(), self.events.clone());
-        let setup = FollowSetup { dirs, starter, hooks, events };
-        tokio::spawn(follow(job_start, fresh, setup, stop, warning));
+        let follower = Follower {
+            job_start,
+            dirs: self.dirs.clone(),
+            starter: self.starter.clone(),
+            hooks: self.hooks.clone(),
+            events: self.events.clone(),
+            stop: runtime.stop.subscribe(),
+            warning: runtime.warning.subscribe(),
+        };
+        tokio::spawn(follower.follow(fresh));
         self.runtime.insert(job, runtime);
     }
 }

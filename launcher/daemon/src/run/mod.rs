@@ -15,7 +15,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -37,8 +36,10 @@ use super::service::access::Access;
 use super::view::NodeView;
 use xlaunch_host::clock;
 use xlaunch_host::devices;
+use xlaunch_host::memory;
+use xlaunch_host::net;
 use xlaunch_host::signals::survive_file_size_limit;
-use xlaunch_host::spawn::sys;
+use xlaunch_host::spawn::{raise_open_file_limit, sys};
 use xlaunch_spec::refusal::Refusal;
 
 /// Capacity of the channel of commands to the manager.
@@ -84,13 +85,6 @@ pub fn check_config(path: Option<&Path>) -> (Vec<String>, Vec<String>) {
 /// Returns the configuration file that is read if no option names one, if it can be determined.
 pub fn default_config_file() -> Option<PathBuf> {
     config::file(None)
-}
-
-/// Raises the soft limit of open files to the hard limit: callers and agents hold descriptors.
-fn raise_open_file_limit() {
-    let limit = getrlimit(Resource::Nofile);
-    // A failure is not fatal: the current limit suffices for a small node.
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// Reads the configuration and applies the options to it.
@@ -173,7 +167,7 @@ impl App {
                 daemon_pid: std::process::id(),
                 started_unix_seconds: clock::unix().as_secs(),
                 cores,
-                memory_bytes: memory_bytes(),
+                memory_bytes: memory::total().unwrap_or(u64::MAX),
                 ..NodeStatus::default()
             },
         };
@@ -205,6 +199,7 @@ impl App {
             node.clone(),
             access,
             accounting,
+            net::peer_credentials,
             requested(shutdown.subscribe()),
         ));
         let page = page.map(|page| tokio::spawn(page.serve(node, shutdown.subscribe())));
@@ -212,18 +207,6 @@ impl App {
         notifier.notify(&[NotifyState::Ready]);
         Ok(Running { manager, services, page, signals, shutdown, reload, notifier })
     }
-}
-
-/// Returns the memory of the node, in bytes.
-fn memory_bytes() -> u64 {
-    let text = fs_err::read_to_string("/proc/meminfo").unwrap_or_default();
-    total_memory(&text).unwrap_or(u64::MAX)
-}
-
-/// Parses `MemTotal` of `/proc/meminfo`, in bytes.
-fn total_memory(meminfo: &str) -> Option<u64> {
-    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// The running daemon.
@@ -364,20 +347,5 @@ mod tests {
             "in /a/daemon.toml, then run `systemctl reload xlaunch`"
         );
         assert!(how_to_configure(&Options { config: None, ..options(false) }).contains("daemon.toml"));
-    }
-
-    #[test]
-    fn memory_of_the_node_is_read_from_meminfo() {
-        let text = "MemFree:     1 kB\nMemTotal:       65536000 kB\n";
-        assert_eq!(total_memory(text), Some(65_536_000 << 10));
-        assert_eq!(total_memory(""), None);
-        assert!((1 << 20..1 << 50).contains(&memory_bytes()));
-    }
-
-    #[test]
-    fn open_file_limit_is_raised_to_the_hard_limit() {
-        raise_open_file_limit();
-        let limit = getrlimit(Resource::Nofile);
-        assert_eq!(limit.current, limit.maximum);
     }
 }

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use nix::unistd::{Group, Uid, User, getgrouplist};
 use tokio::sync::Semaphore;
+use tonic::Status;
 
 use super::holders::{Holder, Holders, WITHOUT_ACCOUNT};
 use super::lock;
@@ -243,6 +244,8 @@ pub(super) struct Quota(Arc<QuotaInner>);
 
 #[derive(Debug)]
 struct QuotaInner {
+    /// What is limited, in words for the user.
+    what: &'static str,
     per_user: usize,
     total: usize,
     /// Units held, by user and whether the user is reserved.
@@ -257,28 +260,35 @@ pub(super) struct QuotaGuard {
 }
 
 impl Quota {
-    pub(super) fn new(per_user: usize, total: usize) -> Self {
-        Self(Arc::new(QuotaInner { per_user, total, held: Mutex::default() }))
+    pub(super) fn new(what: &'static str, (per_user, total): (usize, usize)) -> Self {
+        Self(Arc::new(QuotaInner { what, per_user, total, held: Mutex::default() }))
     }
 
     /// Acquires one unit for a user. `reserved` users have a separate total.
     ///
     /// # Errors
-    /// The user's limit or the total is reached; the error is the number of units in use.
-    pub(super) fn acquire(&self, uid: u32, reserved: bool) -> Result<QuotaGuard, usize> {
+    /// `RESOURCE_EXHAUSTED` with the number of units in use: the user's limit or the total is reached.
+    pub(super) fn acquire(&self, uid: u32, reserved: bool) -> Result<QuotaGuard, Status> {
         let mut held = lock(&self.0.held);
         let own = held.get(&(uid, reserved)).copied().unwrap_or(0);
         if own >= self.0.per_user {
-            return Err(own);
+            return Err(self.busy(own));
         }
         let total = held.iter().filter(|((_, class), _)| *class == reserved).map(|(_, count)| count).sum();
         // Users with accounts are few, so this bounds the total too.
         let is_assured = uid != WITHOUT_ACCOUNT && own < ASSURED_UNITS.min(self.0.per_user / 8);
         if total >= self.0.total && !is_assured {
-            return Err(total);
+            return Err(self.busy(total));
         }
         held.insert((uid, reserved), own + 1);
         Ok(QuotaGuard { quota: self.clone(), holder: (uid, reserved) })
+    }
+
+    fn busy(&self, count: usize) -> Status {
+        Status::resource_exhausted(format!(
+            "too many {}: {count} are in progress; end some of them, or try again",
+            self.0.what
+        ))
     }
 }
 
@@ -406,12 +416,13 @@ mod tests {
 
     #[test]
     fn quota_limits_each_user_and_all() {
-        let quota = Quota::new(2, 3);
+        let quota = Quota::new("calls", (2, 3));
         let acquire = |uid| quota.acquire(uid, false);
         let (first, _second) = (acquire(1).unwrap(), acquire(1).unwrap());
-        assert_eq!(acquire(1).unwrap_err(), 2);
+        let in_progress = |refused: Result<_, Status>| refused.unwrap_err().message().to_owned();
+        assert!(in_progress(acquire(1)).starts_with("too many calls: 2 are"));
         let _other = acquire(2).unwrap();
-        assert_eq!(acquire(3).unwrap_err(), 3);
+        assert!(in_progress(acquire(3)).starts_with("too many calls: 3 are"));
         assert!(quota.acquire(0, true).is_ok(), "administrators are counted apart");
         drop(first);
         assert!(acquire(3).is_ok() && acquire(1).is_ok());
@@ -419,11 +430,12 @@ mod tests {
 
     #[test]
     fn full_quota_leaves_some_units_to_other_users() {
-        let quota = Quota::new(128, 512);
+        let quota = Quota::new("calls", (128, 512));
         let taken: Vec<_> = (1..=4).flat_map(|uid| (0..128).map(move |_| uid)).collect();
         let _taken: Vec<_> = taken.into_iter().map(|uid| quota.acquire(uid, false).unwrap()).collect();
         let own: Vec<_> = (0..8).map(|_| quota.acquire(5, false)).filter_map(Result::ok).collect();
         assert_eq!(own.len(), ASSURED_UNITS);
-        assert_eq!(quota.acquire(WITHOUT_ACCOUNT, false).unwrap_err(), 516);
+        let refused = quota.acquire(WITHOUT_ACCOUNT, false).unwrap_err();
+        assert!(refused.message().starts_with("too many calls: 516 are"), "{refused}");
     }
 }

@@ -11,12 +11,12 @@ use std::task::{Context, Poll};
 use axum::body::{Bytes, HttpBody};
 use axum::http;
 use http_body::{Frame, SizeHint};
+use tokio::sync::mpsc;
 use tonic::body::Body;
 use tonic::{Request, Response, Status};
 use tower::Service;
 
 use super::access::{Quota, QuotaGuard};
-use super::busy;
 use xlaunch_host::net::limits::{CallInProgress, Peer};
 
 /// A call in progress. It ends when the last clone is dropped.
@@ -31,9 +31,35 @@ pub(super) fn begin(calls: &Quota, mut request: Request<()>) -> Result<Request<(
     let peer = request.extensions().get::<Peer>().cloned();
     let peer = peer.ok_or_else(|| Status::internal("the connection has no user"))?;
     let in_progress = peer.begin_call();
-    let guard = calls.acquire(peer.holder, peer.reserved).map_err(|count| busy(count, "calls"))?;
+    let guard = calls.acquire(peer.holder, peer.reserved)?;
     request.extensions_mut().insert(Call { peer, _counted: Arc::new((in_progress, guard)) });
     Ok(request)
+}
+
+/// Runs `work` in a task that sends replies to a caller, and returns the caller's stream, which also contains the error
+/// of `work`. Drops `guard` when the work is done or the caller is gone.
+pub(super) fn stream<T, F>(
+    capacity: usize,
+    guard: impl Send + 'static,
+    work: impl FnOnce(mpsc::Sender<Result<T, Status>>) -> F,
+) -> mpsc::Receiver<Result<T, Status>>
+where
+    T: Send + 'static,
+    F: Future<Output = Result<(), Status>> + Send + 'static,
+{
+    let (replies, stream) = mpsc::channel(capacity);
+    let work = work(replies.clone());
+    tokio::spawn(async move {
+        tokio::select! {
+            result = work => if let Err(status) = result {
+                // Fails if the client has disconnected.
+                let _ = replies.send(Err(status)).await;
+            },
+            () = replies.closed() => {}
+        }
+        drop(guard);
+    });
+    stream
 }
 
 /// Attaches a guard that [`UntilSent`] keeps until the response is sent.

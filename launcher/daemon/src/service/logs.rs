@@ -16,7 +16,7 @@ use xlaunch_proto::convert::Logs;
 use xlaunch_proto::v1::{LogStream, LogsReply, LogsRequest, NodeJobState};
 
 use super::access::Quota;
-use super::busy;
+use super::calls;
 use crate::agents::connect::connect;
 use crate::safe_open::open_below;
 use crate::view::{JobView, NodeView};
@@ -48,9 +48,9 @@ pub(super) struct Source {
 /// # Errors
 /// `FAILED_PRECONDITION` for a job that has not started. The stream contains the agent's errors, `NOT_FOUND` if there
 /// is no log, or `FAILED_PRECONDITION` if the log must not be read.
-pub(super) fn stream<T: Send + 'static>(
+pub(super) fn stream(
     source: Source,
-    guard: T,
+    guard: impl Send + 'static,
 ) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
     use NodeJobState::{Queued, Starting, Unspecified};
     let job = &source.job.job;
@@ -59,18 +59,7 @@ pub(super) fn stream<T: Send + 'static>(
         let has = if waits { "has not" } else { "never" };
         return Err(Status::failed_precondition(format!("job {} {has} started", job.id)));
     }
-    let (chunks, stream) = mpsc::channel(CHUNK_CAPACITY);
-    tokio::spawn(async move {
-        tokio::select! {
-            result = source.send(&chunks) => if let Err(status) = result {
-                // Fails if the client has disconnected.
-                let _ = chunks.send(Err(status)).await;
-            },
-            () = chunks.closed() => {}
-        }
-        drop(guard);
-    });
-    Ok(stream)
+    Ok(calls::stream(CHUNK_CAPACITY, guard, |chunks| async move { source.send(&chunks).await }))
 }
 
 impl Source {
@@ -131,8 +120,7 @@ impl Source {
 
     async fn send_files(&self, chunks: &Pieces) -> Result<(), Status> {
         let (id, uid, rank) = (self.job.job.id, self.job.job.uid, self.logs.rank);
-        let _reader =
-            self.file_readers.acquire(uid, uid == 0).map_err(|count| busy(count, "readers of log files"))?;
+        let _reader = self.file_readers.acquire(uid, uid == 0)?;
         let failed = |error: io::Error| {
             Status::failed_precondition(format!("failed to read the log of rank {rank} of job {id}: {error}"))
         };

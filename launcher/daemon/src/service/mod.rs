@@ -5,7 +5,7 @@
 //! connection --listener: user, connection limits--> call --access: role, quotas--> handler
 //!     Submit, Cancel, Update, Drain, Examine: a command to the manager
 //!     Status, List, Get, Watch: queries of the view
-//!     Logs: logs; Checkpoint: checkpoint; Stacks: stacks
+//!     Logs: logs; Checkpoint, Stacks: relay
 //! ```
 //! Invariants:
 //! - to a caller, a job that it may not see does not exist;
@@ -14,13 +14,11 @@
 
 pub mod access;
 mod calls;
-mod checkpoint;
 mod holders;
 pub mod listener;
 mod logs;
 mod queries;
 mod relay;
-mod stacks;
 mod tail;
 
 use std::io;
@@ -29,14 +27,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::service::InterceptorLayer;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 use tower::layer::layer_fn;
-use xlaunch_host::net::{self, Connections, Credentials};
+use xlaunch_host::net::{Connections, Credentials};
 use xlaunch_proto::convert::WireError;
 use xlaunch_proto::convert::node::{JobLogs, Submit};
 use xlaunch_proto::v1::node_server::{Node, NodeServer};
@@ -81,27 +79,12 @@ const CLIENT_KEEPALIVE: Duration = Duration::from_secs(20);
 /// Time for clients to read their last responses at shutdown.
 const CLIENT_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Serves on `listener`, to which the members of `group` can connect, until `shutdown` resolves.
+/// Serves on `listener`, to which the members of `group` can connect, until `shutdown` resolves. `credentials`
+/// determines the user of a connection.
 ///
 /// # Errors
 /// The services cannot be set up.
 pub async fn serve(
-    listener: UnixListener,
-    group: Option<String>,
-    node: NodeHandle,
-    access: Access,
-    accounting: Accounting,
-    shutdown: impl Future<Output = ()>,
-) -> io::Result<()> {
-    serve_peers(listener, group, node, access, accounting, net::peer_credentials, shutdown).await
-}
-
-fn quota((per_user, total): (usize, usize)) -> Quota {
-    Quota::new(per_user, total)
-}
-
-/// [`serve`] with a function that determines the user of a connection.
-async fn serve_peers(
     listener: UnixListener,
     group: Option<String>,
     node: NodeHandle,
@@ -121,11 +104,11 @@ async fn serve_peers(
         node,
         access,
         accounting,
-        histories: quota(HISTORY_QUOTA),
-        lists: quota(LIST_QUOTA),
-        logs: quota(STREAM_QUOTA),
-        watches: quota(STREAM_QUOTA),
-        file_readers: quota(FILE_READER_QUOTA),
+        histories: Quota::new("histories", HISTORY_QUOTA),
+        lists: Quota::new("lists", LIST_QUOTA),
+        logs: Quota::new("log streams", STREAM_QUOTA),
+        watches: Quota::new("watches", STREAM_QUOTA),
+        file_readers: file_readers(),
     });
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<NodeServer<Service>>().await;
@@ -134,7 +117,7 @@ async fn serve_peers(
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .map_err(io::Error::other)?;
-    let quota = quota(CALL_QUOTA);
+    let quota = Quota::new("calls", CALL_QUOTA);
     let (drain, draining) = oneshot::channel::<()>();
     let server = Server::builder()
         .max_concurrent_streams(MAX_CALLS_PER_CONNECTION)
@@ -166,10 +149,8 @@ async fn serve_peers(
     Ok(())
 }
 
-fn busy(count: usize, what: &str) -> Status {
-    Status::resource_exhausted(format!(
-        "too many {what}: {count} are in progress; end some of them, or try again"
-    ))
+fn file_readers() -> Quota {
+    Quota::new("readers of log files", FILE_READER_QUOTA)
 }
 
 #[derive(Debug)]
@@ -223,18 +204,14 @@ impl Node for Service {
 
     async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
         let (call, caller) = self.caller(&request).await?;
-        let guard =
-            self.lists.acquire(call.peer.holder, caller.admin).map_err(|count| busy(count, "lists"))?;
+        let guard = self.lists.acquire(call.peer.holder, caller.admin)?;
         let list = queries::list(&self.node.view(), &caller, request.get_ref());
         Ok(calls::until_sent(Response::new(list), guard))
     }
 
     async fn history(&self, request: Request<HistoryRequest>) -> Result<Response<HistoryReply>, Status> {
         let (call, caller) = self.caller(&request).await?;
-        let guard = self
-            .histories
-            .acquire(call.peer.holder, caller.admin)
-            .map_err(|count| busy(count, "histories"))?;
+        let guard = self.histories.acquire(call.peer.holder, caller.admin)?;
         let query = queries::history(&caller, request.into_inner())?;
         let accounting = self.accounting.clone();
         let read = tokio::task::spawn_blocking(move || accounting.query(&query));
@@ -261,16 +238,11 @@ impl Node for Service {
         let (call, caller) = self.caller(&request).await?;
         let id = request.get_ref().job;
         queries::job(&self.node.view(), &caller, id)?;
-        let guard =
-            self.watches.acquire(call.peer.holder, caller.admin).map_err(|count| busy(count, "watches"))?;
-        let (jobs, stream) = mpsc::channel(1);
+        let guard = self.watches.acquire(call.peer.holder, caller.admin)?;
         let view = self.node.watch();
-        tokio::spawn(async move {
-            tokio::select! {
-                () = queries::watch(view, caller, id, &jobs) => {}
-                () = jobs.closed() => {}
-            }
-            drop(guard);
+        let stream = calls::stream(1, guard, |jobs| async move {
+            queries::watch(view, caller, id, &jobs).await;
+            Ok(())
         });
         Ok(Response::new(ReceiverStream::new(stream)))
     }
@@ -281,8 +253,7 @@ impl Node for Service {
         let (call, caller) = self.caller(&request).await?;
         let JobLogs { job, logs } = request.into_inner().try_into().map_err(invalid)?;
         let job = queries::job(&self.node.view(), &caller, job)?;
-        let guard =
-            self.logs.acquire(call.peer.holder, caller.admin).map_err(|count| busy(count, "log streams"))?;
+        let guard = self.logs.acquire(call.peer.holder, caller.admin)?;
         let source =
             logs::Source { view: self.node.watch(), job, logs, file_readers: self.file_readers.clone() };
         Ok(Response::new(ReceiverStream::new(logs::stream(source, guard)?)))
@@ -311,10 +282,8 @@ impl Node for Service {
     ) -> Result<Response<Self::CheckpointStream>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let id = request.get_ref().job;
-        let result = queries::job(&self.node.view(), &caller, id).and_then(|job| {
-            let guard = self.watches.acquire(call.peer.holder, caller.admin);
-            checkpoint::stream(job, guard.map_err(|count| busy(count, "watches"))?)
-        });
+        let result = queries::job(&self.node.view(), &caller, id)
+            .and_then(|job| relay::checkpoint(job, self.watches.acquire(call.peer.holder, caller.admin)?));
         tracing::info!(
             uid = caller.uid,
             pid = call.peer.pid,
@@ -334,9 +303,8 @@ impl Node for Service {
         let (call, caller) = self.caller(&request).await?;
         let JobStacksRequest { job, stacks } = request.into_inner();
         let job = queries::job(&self.node.view(), &caller, job)?;
-        let guard = self.watches.acquire(call.peer.holder, caller.admin);
-        let guard = guard.map_err(|count| busy(count, "watches"))?;
-        Ok(Response::new(ReceiverStream::new(stacks::stream(job, stacks.unwrap_or_default(), guard)?)))
+        let guard = self.watches.acquire(call.peer.holder, caller.admin)?;
+        Ok(Response::new(ReceiverStream::new(relay::stacks(job, stacks.unwrap_or_default(), guard)?)))
     }
 
     async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<Job>, Status> {

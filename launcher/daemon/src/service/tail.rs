@@ -9,8 +9,8 @@ use xlaunch_proto::v1::LogsReply;
 use xlaunch_spec::ids::Rank;
 
 use super::access::Quota;
+use super::file_readers;
 use super::logs::{self, Source};
-use super::{FILE_READER_QUOTA, quota};
 use crate::commands::NodeHandle;
 use crate::web::LogTail;
 
@@ -19,7 +19,7 @@ const MAX_TAIL_BYTES: usize = 256 << 10;
 
 /// Returns the function with which the page reads log lines.
 pub(crate) fn log_tail(node: NodeHandle) -> LogTail {
-    let file_readers = quota(FILE_READER_QUOTA);
+    let file_readers = file_readers();
     Arc::new(move |job, rank, stderr, lines| {
         let (node, file_readers) = (node.clone(), file_readers.clone());
         Box::pin(async move {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_stream::StreamExt;
 use tonic::Code;
@@ -18,6 +18,7 @@ use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
+use xlaunch_host::spawn::raise_open_file_limit;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work as Wire;
 use xlaunch_proto::v1::{
@@ -68,7 +69,7 @@ impl Case {
         let access = Access::with(900, |uid| Ok(uid == ADMIN), account);
         let (end, ended) = oneshot::channel();
         let accounting = Accounting::new(dir.path());
-        let served = tokio::spawn(serve_peers(listener, None, node, access, accounting, named, async {
+        let served = tokio::spawn(serve(listener, None, node, access, accounting, named, async {
             ended.await.unwrap_or_default();
         }));
         Self { dir, shown, end: Some(end), served, connections: AtomicUsize::new(0) }
@@ -618,6 +619,7 @@ async fn unread_responses_count_against_their_caller_only() {
 
 #[tokio::test]
 async fn health_watches_with_many_user_ids_do_not_lock_out_other_users() {
+    raise_open_file_limit();
     let case = Case::new([(2, BOB, NodeJobState::Running)], None);
     let mut watches = Vec::new();
     for uid in (STRANGER..).take(600) {

@@ -87,16 +87,10 @@ impl Jobs {
         let Some(Entry { phase, .. }) = entry else { return Err(CommandError::JobNotFound(job)) };
         let uid = caller.uid;
         Ok(match phase {
-            Phase::Queued { .. } => Some(Record::Ended {
-                job,
-                end: End::Cancelled,
-                exit: None,
-                reason: format!("cancelled by user {} before it started", caller.label()),
-                report: String::new(),
-                at,
-                order: 0,
-                usage: None,
-            }),
+            Phase::Queued { .. } => {
+                let reason = format!("cancelled by user {} before it started", caller.label());
+                Some(Record::ended(job, End::Cancelled, reason, at))
+            }
             Phase::Active { cancelled: None, .. } => {
                 let user = caller.name.clone().into_owned();
                 Some(Record::Cancelled { job, uid, user, at })

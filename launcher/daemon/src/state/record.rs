@@ -145,6 +145,11 @@ pub(crate) enum Record {
 }
 
 impl Record {
+    /// The end of a job that left no result.
+    pub(super) fn ended(job: u64, end: End, reason: String, at: u64) -> Self {
+        Self::Ended { job, end, exit: None, reason, report: String::new(), at, order: 0, usage: None }
+    }
+
     /// Returns the ids of the jobs that the record changes.
     pub(crate) fn jobs(&self) -> RangeInclusive<u64> {
         let nothing = RangeInclusive::new(1, 0);

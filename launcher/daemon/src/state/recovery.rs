@@ -15,19 +15,10 @@ const SUBMISSION_LOST: &str = "the daemon's journal was damaged and its submissi
 /// Name of a job if its real name is unknown.
 const UNKNOWN_NAME: &str = "unknown";
 
-/// The facts known about a job that has no record.
+/// A job that has no record, with the facts known about it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct FoundJob {
-    pub(crate) job: u64,
-    pub(crate) uid: u32,
-    pub(crate) gid: u32,
-    pub(crate) user: String,
-    /// Empty if unknown.
-    pub(crate) name: String,
-    pub(crate) trainer: bool,
-    pub(crate) workers: u32,
-    pub(crate) shutdown_timeout: f64,
-    pub(crate) work_dir: String,
+    pub(crate) submitted: Submitted,
     /// The newest start, if the job was started.
     pub(crate) start: Option<FoundStart>,
 }
@@ -51,36 +42,19 @@ impl FoundStart {
 impl FoundJob {
     /// Returns the records that add the job.
     pub(crate) fn records(self, now: u64) -> Vec<Record> {
-        let job = self.job;
-        let gpus = self.start.as_ref().map_or(0, |start| start.gpus.len());
-        let submitted = Submitted {
-            job,
-            // The request id of the submission is unknown.
-            request_id: format!("found-{job}"),
-            uid: self.uid,
-            gid: self.gid,
-            user: self.user,
-            name: if self.name.is_empty() { UNKNOWN_NAME.into() } else { self.name },
-            trainer: self.trainer,
-            workers: self.workers,
-            gpus: u32::try_from(gpus).unwrap_or(u32::MAX),
-            shutdown_timeout: self.shutdown_timeout,
-            work_dir: self.work_dir,
-            at: self.start.as_ref().map_or(now, |start| start.at),
-            ..Submitted::default()
-        };
-        let next = match self.start {
+        let Self { mut submitted, start } = self;
+        let job = submitted.job;
+        // The request id of the submission is unknown.
+        submitted.request_id = format!("found-{job}");
+        if submitted.name.is_empty() {
+            submitted.name = UNKNOWN_NAME.into();
+        }
+        submitted.gpus =
+            start.as_ref().map_or(0, |start| u32::try_from(start.gpus.len()).unwrap_or(u32::MAX));
+        submitted.at = start.as_ref().map_or(now, |start| start.at);
+        let next = match start {
             Some(start) => start.record(job),
-            None => Record::Ended {
-                job,
-                end: End::Lost,
-                exit: None,
-                reason: SUBMISSION_LOST.into(),
-                report: String::new(),
-                at: now,
-                order: 0,
-                usage: None,
-            },
+            None => Record::ended(job, End::Lost, SUBMISSION_LOST.into(), now),
         };
         vec![Record::Submitted(Box::new(submitted)), next]
     }
@@ -116,8 +90,8 @@ mod tests {
     #[test]
     fn found_job_that_was_started_is_active_and_holds_its_gpus() {
         let mut jobs = Jobs::default();
-        let found =
-            FoundJob { job: 7, uid: 1000, user: "anna".into(), start: Some(start(2)), ..FoundJob::default() };
+        let submitted = Submitted { job: 7, uid: 1000, user: "anna".into(), ..Submitted::default() };
+        let found = FoundJob { submitted, start: Some(start(2)) };
         found.records(9).into_iter().for_each(|record| jobs.apply(record));
         let entry = &jobs.jobs[&7];
         let Phase::Active { start: 2, gpus, .. } = &entry.phase else { panic!("{entry:?}") };
@@ -128,10 +102,8 @@ mod tests {
     #[test]
     fn found_job_that_waited_is_lost_with_the_reason() {
         let mut jobs = Jobs::default();
-        FoundJob { job: 7, ..FoundJob::default() }
-            .records(9)
-            .into_iter()
-            .for_each(|record| jobs.apply(record));
+        let found = FoundJob { submitted: Submitted { job: 7, ..Submitted::default() }, start: None };
+        found.records(9).into_iter().for_each(|record| jobs.apply(record));
         let Phase::Ended { end: End::Lost, reason, at: 9, .. } = &jobs.jobs[&7].phase else { panic!() };
         assert!(reason.contains("journal was damaged"), "{reason}");
     }

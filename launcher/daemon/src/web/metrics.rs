@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, text};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 use xlaunch_proto::metrics::{Gauge, METRICS, Metric, Series};
@@ -70,28 +70,15 @@ impl Out<'_> {
     }
 
     /// Writes a counter. The encoder appends `_total` to the name.
-    fn counter(
+    fn counter<V: EncodeCounterValue>(
         &mut self,
         name: &str,
         help: &str,
-        samples: impl Iterator<Item = (Labels, u64)>,
+        samples: impl Iterator<Item = (Labels, V)>,
     ) -> fmt::Result {
         let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
         for (labels, value) in samples {
             metric.encode_family(&labels)?.encode_counter::<Labels, _, u64>(&value, None)?;
-        }
-        Ok(())
-    }
-
-    fn seconds(
-        &mut self,
-        name: &str,
-        help: &str,
-        samples: impl Iterator<Item = (Labels, f64)>,
-    ) -> fmt::Result {
-        let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
-        for (labels, value) in samples {
-            metric.encode_family(&labels)?.encode_counter::<Labels, _, f64>(&value, None)?;
         }
         Ok(())
     }
@@ -173,7 +160,7 @@ impl Scrape {
         out.counter("xlaunch_tokens", "Tokens trained on, over all ranks.", tokens)?;
         let bytes = totals.iter().map(|(labels, totals)| (labels.clone(), totals.all_reduce_bytes));
         out.counter("xlaunch_allreduce_bytes", "Bytes of gradients all-reduced, per rank.", bytes)?;
-        let restarts = |job: &JobView| Some((of(job), job.status.as_ref()?.0.restarts.into()));
+        let restarts = |job: &JobView| Some((of(job), u64::from(job.status.as_ref()?.0.restarts)));
         let restarts = self.recent().filter_map(restarts);
         out.counter("xlaunch_worker_restarts", "Restarts of the job's worker group.", restarts)?;
         self.accounting(out)
@@ -189,7 +176,7 @@ impl Scrape {
             let kinds = account.kinds().into_iter();
             kinds.map(|(kind, seconds)| (labelled(labels, "kind", kind), seconds))
         });
-        out.seconds("xlaunch_time_seconds", "Wall time of the job, by use.", time)?;
+        out.counter("xlaunch_time_seconds", "Wall time of the job, by use.", time)?;
         let restarts = accounts.iter().flat_map(|(labels, account)| {
             let counts = account.restarts.iter();
             counts.map(|count| (labelled(labels, "cause", &count.cause), count.restarts))

@@ -12,6 +12,7 @@ use super::*;
 use crate::view::NodeView;
 use sample_node::{HOSTILE, job, sample_node};
 use xlaunch_host::clock::unix_ms;
+use xlaunch_host::spawn::raise_open_file_limit;
 
 const HANG_TIMEOUT: Duration = Duration::from_secs(60);
 /// The page of the sample node. Dropping this shuts it down.
@@ -273,6 +274,7 @@ async fn tcp_request_must_name_a_loopback_host() {
 
 #[tokio::test]
 async fn unfinished_requests_keep_no_client_out() {
+    raise_open_file_limit();
     let served = Served::new().await;
     let many = async {
         let mut slow = Vec::new();

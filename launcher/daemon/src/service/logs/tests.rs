@@ -51,7 +51,10 @@ impl Case {
 
     fn stream(&self, logs: Logs) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
         let job = self.view.borrow().jobs[&7].clone();
-        stream(Source { view: self.view.subscribe(), job, logs, file_readers: Quota::new(1, 1) }, ())
+        stream(
+            Source { view: self.view.subscribe(), job, logs, file_readers: Quota::new("readers", (1, 1)) },
+            (),
+        )
     }
 
     async fn read(&self, logs: Logs) -> Result<String, Status> {
