@@ -11,7 +11,7 @@ use xlaunch_spec::quantities::parse_range;
 use xlaunch_spec::refusal::Refusal;
 
 /// Longest range: the maximum size of an array.
-const MAX_RANGE: u64 = MAX_ARRAY_JOBS as u64;
+pub(super) const MAX_RANGE: u64 = MAX_ARRAY_JOBS as u64;
 
 /// The results of a call for several jobs.
 #[derive(Debug)]

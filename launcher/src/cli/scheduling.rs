@@ -8,6 +8,8 @@ use xlaunch_proto::v1::{self, Dependency, DependencyCondition, SubmitRequest, Wa
 use xlaunch_spec::command::Signal;
 use xlaunch_spec::quantities::{parse_bytes, parse_range, parse_time};
 
+use super::job_list::MAX_RANGE;
+
 /// Default number of seconds before the time limit at which the signal is sent.
 const DEFAULT_WARNING_SECONDS: u64 = 60;
 
@@ -28,9 +30,9 @@ pub(super) struct Scheduling {
     /// Cores to reserve [default: a GPU job's share of the node, one per worker for a CPU job]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     cpus: Option<u32>,
-    /// Start after these jobs have ended: ok (done; the default), any, or fail; may be repeated
-    #[arg(long, value_name = "JOB[:ok|any|fail],...", value_delimiter = ',', value_parser = parse_dependency)]
-    after: Vec<Dependency>,
+    /// Start after these jobs, or ranges such as 12-21, have ended: ok (done; the default), any, or fail; may be repeated
+    #[arg(long, value_name = "JOB[:ok|any|fail],...", value_delimiter = ',', value_parser = parse_dependencies)]
+    after: Vec<Vec<Dependency>>,
     /// Submit one job per index, such as 0-9 or 0,3,7-9; with %N, at most N of them run at a time
     #[arg(long, value_name = "INDICES[%N]", value_parser = parse_array, conflicts_with = "wait")]
     array: Option<Array>,
@@ -55,7 +57,7 @@ impl Scheduling {
             warning: self.signal,
             memory_bytes: self.mem,
             cpus: self.cpus,
-            after: self.after.clone(),
+            after: self.after.concat(),
             requeue: self.requeue,
         };
         SubmitRequest {
@@ -86,20 +88,23 @@ fn parse_warning(text: &str) -> Result<WarningSignal, String> {
     Ok(WarningSignal { signal, seconds_before })
 }
 
-fn parse_dependency(text: &str) -> Result<Dependency, String> {
+fn parse_dependencies(text: &str) -> Result<Vec<Dependency>, String> {
     let invalid = || {
         format!(
-            "`{text}` is not a dependency; expected a job number, or one with :ok, :any or :fail, such as 12:any"
+            "`{text}` is not a dependency; expected a job number or a range of up to {MAX_RANGE}, alone or with \
+             :ok, :any or :fail, such as 12:any or 12-21"
         )
     };
-    let (job, condition) = text.split_once(':').unwrap_or((text, "ok"));
+    let (jobs, condition) = text.split_once(':').unwrap_or((text, "ok"));
     let condition = match condition {
         "ok" => DependencyCondition::Ok,
         "any" => DependencyCondition::Any,
         "fail" => DependencyCondition::Fail,
         _ => return Err(invalid()),
     };
-    Ok(Dependency { job: job.parse().map_err(|_| invalid())?, condition: condition.into(), met: None })
+    let jobs = parse_range::<u64>(jobs).filter(|jobs| jobs.end() - jobs.start() < MAX_RANGE);
+    let dependency = |job| Dependency { job, condition: condition.into(), met: None };
+    Ok(jobs.ok_or_else(invalid)?.map(dependency).collect())
 }
 
 fn parse_array(text: &str) -> Result<Array, String> {
@@ -147,14 +152,18 @@ mod tests {
     #[test]
     fn dependencies_have_a_condition() {
         use DependencyCondition::{Any, Fail, Ok as Done};
-        for (text, job, condition) in
-            [("12", 12, Done), ("12:ok", 12, Done), ("3:any", 3, Any), ("4:fail", 4, Fail)]
-        {
-            let expected = Dependency { job, condition: condition.into(), met: None };
-            assert_eq!(parse_dependency(text), Ok(expected), "{text}");
+        for (text, jobs, condition) in [
+            ("12", 12..=12, Done),
+            ("12:ok", 12..=12, Done),
+            ("3:any", 3..=3, Any),
+            ("4:fail", 4..=4, Fail),
+            ("12-14:any", 12..=14, Any),
+        ] {
+            let expected = jobs.map(|job| Dependency { job, condition: condition.into(), met: None });
+            assert_eq!(parse_dependencies(text), Ok(expected.collect()), "{text}");
         }
-        for text in ["", "x", "12:", "12:okay", "-1", "12-13"] {
-            assert!(parse_dependency(text).unwrap_err().contains("12:any"), "{text}");
+        for text in ["", "x", "12:", "12:okay", "-1", "13-12", "1-1001"] {
+            assert!(parse_dependencies(text).unwrap_err().contains("12:any"), "{text}");
         }
     }
 
