@@ -30,7 +30,7 @@ pub(super) struct Scheduling {
     /// Cores to reserve [default: a GPU job's share of the node, one per worker for a CPU job]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     cpus: Option<u32>,
-    /// Start after these jobs, or ranges such as 12-21, have ended: ok (done; the default), any, or fail; may be repeated
+    /// Start after these jobs or ranges (12-21) have ended: ok (done; the default), any, or fail; may be repeated
     #[arg(long, value_name = "JOB[:ok|any|fail],...", value_delimiter = ',', value_parser = parse_dependencies)]
     after: Vec<Vec<Dependency>>,
     /// Submit one job per index, such as 0-9 or 0,3,7-9; with %N, at most N of them run at a time
