@@ -1,7 +1,7 @@
 //! Opens files of directories that other programs have written, where anything may be in the place of a file.
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
@@ -16,6 +16,13 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
     } else {
         Err(io::Error::new(io::ErrorKind::InvalidData, "it is not a regular file"))
     }
+}
+
+/// Reads a whole file that [`open_regular`] opens.
+pub fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_regular(path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 #[cfg(test)]

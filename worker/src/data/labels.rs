@@ -2,11 +2,10 @@
 //!
 //! Positions are those in the logical sequence of a split: all shards one after another.
 
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use xlaunch_data::{Manifest, SideFile, Split, open_regular};
+use xlaunch_data::{Manifest, SideFile, Split, read_regular};
 
 use super::DataError;
 use super::open::{DataFile, read_error};
@@ -80,10 +79,7 @@ impl Boundaries {
     /// Reads the file of starts.
     pub(super) fn read(path: &Path, tokens: u64) -> Result<Vec<u64>, DataError> {
         let problem = |problem: &str| DataError::Format { path: path.into(), problem: problem.into() };
-        let mut bytes = Vec::new();
-        open_regular(path)
-            .and_then(|mut file| file.read_to_end(&mut bytes))
-            .map_err(|error| read_error(path, &error))?;
+        let bytes = read_regular(path).map_err(|error| read_error(path, &error))?;
         let starts: Vec<u64> = bytes
             .chunks_exact(8)
             .map(|start| u64::from_le_bytes(start.try_into().unwrap_or_default()))

@@ -14,7 +14,7 @@ use side::{MaskReader, StartsReader};
 
 use crate::manifest::{Manifest, ManifestError, Shard, Split};
 use crate::shard::{self, HEADER_BYTES, Layout};
-use crate::{PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError, open_regular};
+use crate::{PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError, open_regular, read_regular};
 
 const READ_BYTES: usize = 1 << 20;
 
@@ -201,10 +201,8 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
 
 fn tokenizer(dir: &Path, manifest: &Manifest) -> Result<Tokenizer, PrepareError> {
     let path = dir.join(TOKENIZER_FILE);
-    let mut json = Vec::new();
-    open_regular(&path)
-        .and_then(|mut file| file.read_to_end(&mut json))
-        .map_err(|error| PrepareError::Data(format!("{}: {error}", path.display())))?;
+    let json =
+        read_regular(&path).map_err(|error| PrepareError::Data(format!("{}: {error}", path.display())))?;
     manifest.tokenizer(&json).map_err(|reason| PrepareError::Data(format!("{}: {reason}", path.display())))
 }
 
