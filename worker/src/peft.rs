@@ -245,7 +245,7 @@ impl PeftDirectory {
 
 /// The layers that PEFT adapts.
 struct Selection<'a> {
-    /// `None`: all.
+    /// Layers that are adapted; `None` if all are.
     targets: Option<Names<'a>>,
     excluded: Option<Names<'a>>,
     blocks: &'a Value,

@@ -15,8 +15,11 @@ pub struct Available {
 
 /// Total memory of the host, in bytes; `None` if the host does not report it.
 pub fn total() -> Option<u64> {
-    let meminfo = fs_err::read_to_string("/proc/meminfo").ok()?;
-    value(&meminfo, "MemTotal:")?.checked_mul(1024)
+    total_of(&fs_err::read_to_string("/proc/meminfo").ok()?)
+}
+
+fn total_of(meminfo: &str) -> Option<u64> {
+    value(meminfo, "MemTotal:")?.checked_mul(1024)
 }
 
 /// Returns the memory still available to processes started from here; `None` if the host does not report it.
@@ -108,6 +111,9 @@ mod tests {
 
     #[test]
     fn total_memory_is_read_from_meminfo() {
+        let text = "MemFree:     1 kB\nMemTotal:       65536000 kB\n";
+        assert_eq!(total_of(text), Some(65_536_000 << 10));
+        assert_eq!(total_of(""), None);
         assert!((1 << 20..1 << 50).contains(&total().unwrap()));
     }
 

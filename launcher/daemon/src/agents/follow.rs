@@ -370,6 +370,8 @@ fn later(before: Option<Usage>, now: Option<Usage>) -> Option<Usage> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
     use crate::agents::process::AgentProcess;
     use crate::agents::start::Facts;
@@ -393,22 +395,31 @@ mod tests {
         }
     }
 
-    /// Tests the case that the account of the job's user was removed and its id given to another user.
-    #[tokio::test(flavor = "multi_thread")]
-    async fn job_does_not_start_as_another_user_who_got_the_user_id() {
-        let state = tempfile::tempdir().unwrap();
-        let dirs = JobDirs::open(state.path()).unwrap();
-        let (events, mut received) = mpsc::channel(8);
+    /// Returns a follower with the senders of its requests, which live as long as the manager.
+    fn follower(
+        state: &Path,
+        user: &str,
+        events: mpsc::Sender<(u64, AgentEvent)>,
+    ) -> (Follower, (watch::Sender<Stop>, watch::Sender<Option<i32>>)) {
         let (stop, warning) = (watch::Sender::new(Stop::No), watch::Sender::new(None));
         let follower = Follower {
-            job_start: job_start("removed-user"),
-            dirs,
+            job_start: job_start(user),
+            dirs: JobDirs::open(state).unwrap(),
             starter: Arc::new(AgentStarter::Detached(None)),
             hooks: Arc::default(),
             events,
             stop: stop.subscribe(),
             warning: warning.subscribe(),
         };
+        (follower, (stop, warning))
+    }
+
+    /// Tests the case that the account of the job's user was removed and its id given to another user.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn job_does_not_start_as_another_user_who_got_the_user_id() {
+        let state = tempfile::tempdir().unwrap();
+        let (events, mut received) = mpsc::channel(8);
+        let (follower, _manager) = follower(state.path(), "removed-user", events);
         follower.follow(true).await;
         let Some((1, AgentEvent::NotStarted(Some(reason)))) = received.recv().await else { panic!() };
         assert!(reason.contains("belonged to `removed-user`") || reason.contains("no account"), "{reason}");
@@ -418,18 +429,8 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn adopted_job_without_files_runs_until_its_agent_ends() {
         let state = tempfile::tempdir().unwrap();
-        let dirs = JobDirs::open(state.path()).unwrap();
         let (events, mut received) = mpsc::channel(8);
-        let (stop, warning) = (watch::Sender::new(Stop::No), watch::Sender::new(None));
-        let follower = Follower {
-            job_start: job_start(""),
-            dirs,
-            starter: Arc::new(AgentStarter::Detached(None)),
-            hooks: Arc::default(),
-            events,
-            stop: stop.subscribe(),
-            warning: warning.subscribe(),
-        };
+        let (follower, _manager) = follower(state.path(), "", events);
         let mut child = tokio::process::Command::new("sleep").arg("1000").kill_on_drop(true).spawn().unwrap();
         let agent = Agent::Process(AgentProcess::of_child(child.id().unwrap()).unwrap());
         let begun = tokio::time::timeout(BEGIN_TIMEOUT / 2, follower.begin(&agent, None)).await;

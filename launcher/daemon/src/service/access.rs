@@ -244,7 +244,7 @@ pub(super) struct Quota(Arc<QuotaInner>);
 
 #[derive(Debug)]
 struct QuotaInner {
-    /// What is limited, in words for the user.
+    /// Names the limited units in messages to the user, such as "calls".
     what: &'static str,
     per_user: usize,
     total: usize,

@@ -31,8 +31,9 @@ pub fn spawn(command: &mut Command) -> std::io::Result<Child> {
     Ok(child)
 }
 
-/// Raises the soft limit of open files of this process to the hard limit, because each worker takes five descriptors.
-/// Child processes get the original limit: programs that use `select` fail above 1,024.
+/// Raises the soft limit of open files of this process to the hard limit, because callers, agents and workers, five
+/// each, take descriptors. Processes that [`spawn`] starts get the original limit: programs that use `select` fail
+/// above 1,024.
 pub fn raise_open_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum
@@ -117,5 +118,17 @@ pub fn reap_orphans() {
             // Cannot fail: the process is an exited child.
             let _ = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn open_file_limit_is_raised_to_the_hard_limit() {
+        raise_open_file_limit();
+        let limit = getrlimit(Resource::Nofile);
+        assert_eq!(limit.current, limit.maximum);
     }
 }

@@ -51,8 +51,8 @@ pub(super) fn rewrite(template: &str) -> (String, bool) {
     (out + &template[copied..], found)
 }
 
-/// Returns the name and the line of a method that is not called, as in `tool.items`. The attributes of a namespace are
-/// no methods.
+/// Returns the name and the line of a method that is not called, as in `tool.items`. Attributes of a namespace are
+/// not methods.
 pub(super) fn uncalled_method(template: &str) -> Option<(&str, usize)> {
     let places = code(template);
     let namespace = |place: &Range<usize>| {
