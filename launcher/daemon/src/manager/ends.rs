@@ -68,7 +68,7 @@ impl Manager {
             Some(Phase::Queued { .. }) => self.record_end(job, End::Failed, reason, None),
             Some(Phase::Ended { .. }) | None => {}
         }
-        if let Err(error) = tokio::task::block_in_place(|| self.dirs.remove(job)) {
+        if let Err(error) = tokio::task::block_in_place(|| self.setup.dirs.remove(job)) {
             warn!(job, "failed to remove the directory of job {job}: {error}");
         }
     }
@@ -76,7 +76,7 @@ impl Manager {
     /// Loads the last status that the agent of an ended job has written to its directory.
     pub(super) fn load_last_status(&mut self, job: u64) {
         let Some(Entry { submitted, .. }) = self.jobs.jobs.get(&job) else { return };
-        let Some(status) = self.dirs.last_status(job, submitted.uid) else { return };
+        let Some(status) = self.setup.dirs.last_status(job, submitted.uid) else { return };
         self.on_status(job, status);
     }
 
@@ -149,7 +149,8 @@ impl Manager {
     /// Runs the hook for the end of a job, in the background.
     pub(super) fn run_end_hook(&self, job: u64) {
         let Some(entry) = self.jobs.jobs.get(&job) else { return };
-        let (facts, hooks, starter) = (Facts::of(entry), self.hooks.clone(), self.starter.clone());
+        let (facts, hooks, starter) =
+            (Facts::of(entry), self.setup.hooks.clone(), self.setup.starter.clone());
         tokio::spawn(async move {
             if let Err(problem) = hooks.run(Moment::OnEnd, &facts, &starter).await {
                 warn!(job, "job {job}: {problem}");

@@ -35,7 +35,7 @@ impl Manager {
         examine: &ExamineRequest,
     ) -> Result<mpsc::Receiver<ExamineReply>, CommandError> {
         let known: Vec<(u32, GpuSlot)> =
-            self.gpus.borrow().gpus.iter().map(|gpu| gpu.index).zip(self.resources().gpus).collect();
+            self.setup.gpus.borrow().gpus.iter().map(|gpu| gpu.index).zip(self.resources().gpus).collect();
         let choices = self.jobs.choose(caller, &examine.gpus, &known)?;
         let gpus: Vec<String> =
             choices.iter().filter(|gpu| gpu.skipped.is_none()).map(|gpu| gpu.uuid.clone()).collect();
@@ -65,8 +65,8 @@ impl Manager {
     }
 
     fn start_examination(&self, gpus: Vec<String>, timeout: Duration) {
-        let start = ExaminationStart { gpus, dir: self.doctor_dir.clone(), timeout };
-        let (starter, endings) = (self.starter.clone(), self.endings.clone());
+        let start = ExaminationStart { gpus, dir: self.setup.doctor_dir.clone(), timeout };
+        let (starter, endings) = (self.setup.starter.clone(), self.endings.clone());
         tokio::spawn(async move {
             // Fails if the daemon is shutting down.
             let _ = endings.send(starter.examine(&start).await).await;
@@ -76,7 +76,7 @@ impl Manager {
     pub(super) fn on_examined(&mut self, ending: ExaminationEnd) {
         self.jobs.examination = None;
         // The last poll still saw the processes of the examination, which would now count as foreign.
-        self.gpu_monitor.poll_now();
+        self.setup.gpu_monitor.poll_now();
         let Some(Running { uid, choices, replies }) = self.examination.take() else { return };
         let mut gpus = Vec::new();
         for choice in &choices {

@@ -77,12 +77,12 @@ impl Manager {
         let is_array = !indices.is_empty();
         let last = job.saturating_add(indices.len().saturating_sub(1) as u64);
         tokio::task::block_in_place(|| {
-            self.dirs.check_socket(last)?;
-            self.ids.reserve(last)?;
+            self.setup.dirs.check_socket(last)?;
+            self.setup.ids.reserve(last)?;
             if is_array {
-                self.dirs.create_array(&description)
+                self.setup.dirs.create_array(&description)
             } else {
-                self.dirs.create(&description, caller.uid, account.gid)
+                self.setup.dirs.create(&description, caller.uid, account.gid)
             }
         })
         .map_err(|error| CommandError::Unavailable(format!("failed to store the submission: {error}")))?;
@@ -126,7 +126,8 @@ impl Manager {
     }
 
     fn drain(&mut self, caller: &Caller, drain: &DrainRequest) -> Result<NodeStatus, CommandError> {
-        let known: Vec<_> = self.gpus.borrow().gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
+        let known: Vec<_> =
+            self.setup.gpus.borrow().gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
         self.write(Jobs::drain(caller, drain, &known, self.now())?)?;
         let DrainRequest { gpus, undo, reason } = drain;
         let target = if gpus.is_empty() { "the node".into() } else { format!("GPU {}", gpus.join(", ")) };

@@ -53,12 +53,10 @@ const AGENT_EVENT_CAPACITY: usize = 1024;
 /// Interval of watchdog notifications, and of attempts to rewrite a journal that could not be written.
 const MANAGER_TICK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Everything that the manager is created from.
+/// What the manager works with, acquired before it runs.
 #[derive(Debug)]
 pub(crate) struct Setup {
     pub(crate) journal: Journal<Record>,
-    /// The result of replaying the journal.
-    pub(crate) jobs: Jobs,
     /// Completeness of the journal.
     pub(crate) integrity: Integrity,
     pub(crate) ids: Ids,
@@ -66,10 +64,10 @@ pub(crate) struct Setup {
     pub(crate) units: Vec<(u64, u32)>,
     pub(crate) dirs: JobDirs,
     pub(crate) accounting: Accounting,
-    pub(crate) starter: AgentStarter,
+    pub(crate) starter: Arc<AgentStarter>,
     /// Directory for the files of GPU examinations.
     pub(crate) doctor_dir: PathBuf,
-    pub(crate) hooks: HooksSection,
+    pub(crate) hooks: Arc<HooksSection>,
     pub(crate) gpu_monitor: GpuMonitor,
     pub(crate) gpus: watch::Receiver<Inventory>,
     /// Configuration in effect; a reload replaces it.
@@ -78,14 +76,15 @@ pub(crate) struct Setup {
     pub(crate) how_to_configure: String,
     /// The reason why the page is not served, empty if it is; `None` if no page is configured.
     pub(crate) page_problem: Option<watch::Receiver<String>>,
-    pub(crate) cores: u32,
     /// The node's status, with the fields that never change filled in.
     pub(crate) node: NodeStatus,
 }
 
-/// Manages the jobs until all senders of `commands` are dropped. Calls `on_tick` periodically.
+/// Manages `jobs`, the result of replaying the journal, until all senders of `commands` are dropped. Calls `on_tick`
+/// periodically.
 pub(crate) async fn run(
     setup: Setup,
+    jobs: Jobs,
     mut commands: mpsc::Receiver<Command>,
     view: watch::Sender<Arc<NodeView>>,
     on_tick: impl Fn(&NodeStatus) + Send,
@@ -94,7 +93,7 @@ pub(crate) async fn run(
     // There is only one examination at a time.
     let (ending_sender, mut endings) = mpsc::channel(1);
     tokio::spawn(directory_limit::watch(setup.dirs.clone(), view.subscribe(), event_sender.clone()));
-    let mut manager = Manager::new(setup, event_sender, ending_sender, view);
+    let mut manager = Manager::new(setup, jobs, event_sender, ending_sender, view);
     manager.recover();
     let mut tick = tokio::time::interval(MANAGER_TICK_INTERVAL);
     manager.settle();
@@ -110,9 +109,9 @@ pub(crate) async fn run(
             },
             Some((job, event)) = events.recv() => manager.on_agent_event(job, event),
             Some(ending) = endings.recv() => manager.on_examined(ending),
-            Ok(()) = manager.gpus.changed() => {}
-            Ok(()) = manager.config.changed() => {}
-            () = changed(&mut manager.page_problem) => {}
+            Ok(()) = manager.setup.gpus.changed() => {}
+            Ok(()) = manager.setup.config.changed() => {}
+            () = changed(&mut manager.setup.page_problem) => {}
             () = wait(until_next_limit) => {}
             _ = tick.tick() => {
                 manager.rewrite_journal_if_needed();
@@ -145,31 +144,16 @@ async fn wait(time: Option<Duration>) {
 }
 
 struct Manager {
-    journal: Journal<Record>,
+    setup: Setup,
     jobs: Jobs,
-    integrity: Integrity,
-    ids: Ids,
-    units: Vec<(u64, u32)>,
     /// Jobs up to this id are not forgotten. Set if the journal was incomplete when this daemon was started.
     kept_up_to: u64,
-    dirs: JobDirs,
-    accounting: Accounting,
     accounting_state: AccountingState,
-    starter: Arc<AgentStarter>,
-    doctor_dir: PathBuf,
     /// The running examination of GPUs, if any.
     examination: Option<Running>,
     /// Number of GPUs examined since the start, as in [`NodeView::examined`].
     examined: [u64; 3],
     endings: mpsc::Sender<ExaminationEnd>,
-    hooks: Arc<HooksSection>,
-    gpu_monitor: GpuMonitor,
-    gpus: watch::Receiver<Inventory>,
-    config: watch::Receiver<LiveConfig>,
-    how_to_configure: String,
-    page_problem: Option<watch::Receiver<String>>,
-    cores: u32,
-    base: NodeStatus,
     events: mpsc::Sender<(u64, AgentEvent)>,
     /// State of jobs that are followed, that ended while this daemon ran, or that left a last status.
     runtime: BTreeMap<u64, JobRuntime>,
@@ -196,48 +180,21 @@ struct Manager {
 impl Manager {
     fn new(
         setup: Setup,
+        jobs: Jobs,
         events: mpsc::Sender<(u64, AgentEvent)>,
         endings: mpsc::Sender<ExaminationEnd>,
         view: watch::Sender<Arc<NodeView>>,
     ) -> Self {
-        let Setup { journal, jobs, dirs, accounting, starter, gpu_monitor, gpus, config, .. } = setup;
-        let Setup {
-            integrity,
-            ids,
-            units,
-            doctor_dir,
-            hooks,
-            how_to_configure,
-            page_problem,
-            cores,
-            node,
-            ..
-        } = setup;
         let accounting_state = AccountingState::of(&jobs);
         Self {
+            setup,
             changed: jobs.jobs.keys().copied().collect(),
-            journal,
             jobs,
-            integrity,
-            ids,
-            units,
             kept_up_to: 0,
-            dirs,
-            accounting,
             accounting_state,
-            starter: Arc::new(starter),
-            doctor_dir,
             examination: None,
             examined: [0; 3],
             endings,
-            hooks: Arc::new(hooks),
-            gpu_monitor,
-            gpus,
-            config,
-            how_to_configure,
-            page_problem,
-            cores,
-            base: node,
             events,
             runtime: BTreeMap::new(),
             unsaved: false,
@@ -300,7 +257,7 @@ impl Manager {
 
     /// Records a changed half-life in the journal, so that replaying computes the same usage.
     fn record_half_life(&mut self) {
-        let seconds = self.config.borrow().jobs.fair_share_half_life.0.as_secs();
+        let seconds = self.setup.config.borrow().jobs.fair_share_half_life.0.as_secs();
         if seconds != self.jobs.usage.half_life_seconds {
             // If this fails, the next event tries again.
             let _ = self.write(Record::HalfLife { seconds });

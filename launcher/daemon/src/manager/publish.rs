@@ -18,15 +18,15 @@ const MIN_CLOCK_STEP_MS: u64 = 1000;
 
 impl Manager {
     pub(super) fn node_message(&self) -> NodeStatus {
-        let page_problem = self.page_problem.as_ref().map(|problem| problem.borrow().clone());
+        let page_problem = self.setup.page_problem.as_ref().map(|problem| problem.borrow().clone());
         NodeStatus {
             page_problem: page_problem.unwrap_or_default(),
             config_problems: self.config_problems(),
             ..snapshot::node(
-                &self.base,
+                &self.setup.node,
                 &self.jobs,
-                &self.gpus.borrow(),
-                &self.config.borrow().jobs.leave_gpus,
+                &self.setup.gpus.borrow(),
+                &self.setup.config.borrow().jobs.leave_gpus,
             )
         }
     }
@@ -89,7 +89,7 @@ impl Manager {
                     {
                         runtime.runs = false;
                     }
-                    let (socket, logs) = (self.dirs.agent(job).join(SOCKET), self.dirs.logs(job));
+                    let (socket, logs) = (self.setup.dirs.agent(job).join(SOCKET), self.setup.dirs.logs(job));
                     let waits_for_gpus = self.jobs.jobs.get(&job).is_some_and(Entry::waits_for_gpus);
                     let first = self.waits.get(&job).and_then(|wait| wait.first);
                     let runtime = self.runtime.get(&job);

@@ -45,7 +45,7 @@ impl Manager {
         }
         if on_gpus {
             // The last poll still saw the job's processes, which would count as foreign now that no job holds the GPU.
-            self.gpu_monitor.poll_now();
+            self.setup.gpu_monitor.poll_now();
         }
         self.forget_old_jobs();
     }
@@ -74,13 +74,13 @@ impl Manager {
         let written = match self.accounting_state {
             AccountingState::Written => BTreeSet::new(),
             // The file may have lines that the journal has not recorded as written.
-            AccountingState::Unknown | AccountingState::Failed => self.accounting.ids()?,
+            AccountingState::Unknown | AccountingState::Failed => self.setup.accounting.ids()?,
         };
         let missing = self.jobs.unaccounted.difference(&written);
         let entries = missing.filter_map(|job| self.jobs.jobs.get(job));
         let mut accounts: Vec<_> = entries.filter_map(|entry| Account::of(entry, self.skew)).collect();
         accounts.sort_unstable_by_key(|account| account.order);
-        if accounts.is_empty() { Ok(()) } else { self.accounting.append(&accounts) }
+        if accounts.is_empty() { Ok(()) } else { self.setup.accounting.append(&accounts) }
     }
 
     /// Makes the next [`write_accounts`](Self::write_accounts) try again.
@@ -91,7 +91,7 @@ impl Manager {
     }
 
     pub(super) fn remove_submission(&self, job: u64) {
-        if let Err(error) = tokio::task::block_in_place(|| self.dirs.remove_submission(job)) {
+        if let Err(error) = tokio::task::block_in_place(|| self.setup.dirs.remove_submission(job)) {
             warn!(job, "failed to remove the submission of job {job}: {error}");
         }
         let entry = self.jobs.jobs.get(&job);
@@ -103,21 +103,21 @@ impl Manager {
     /// Removes the submission of an array if its last job has ended.
     pub(super) fn remove_ended_array(&self, first: u64) {
         if self.jobs.array_has_ended(first)
-            && let Err(error) = tokio::task::block_in_place(|| self.dirs.remove_array(first))
+            && let Err(error) = tokio::task::block_in_place(|| self.setup.dirs.remove_array(first))
         {
             warn!(job = first, "failed to remove the submission of the array of job {first}: {error}");
         }
     }
 
     fn forget_old_jobs(&mut self) {
-        let keep = self.config.borrow().jobs.keep;
+        let keep = self.setup.config.borrow().jobs.keep;
         let kept_up_to = self.kept_up_to;
         for job in self.jobs.ended_beyond(keep).into_iter().filter(|job| *job > kept_up_to) {
             if self.write(Record::Forgotten { job }).is_err() {
                 return;
             }
             self.runtime.remove(&job);
-            if let Err(error) = tokio::task::block_in_place(|| self.dirs.remove(job)) {
+            if let Err(error) = tokio::task::block_in_place(|| self.setup.dirs.remove(job)) {
                 warn!(job, "failed to remove the directory of job {job}: {error}");
             }
         }
@@ -132,7 +132,7 @@ impl Manager {
         if self.unsaved {
             return Err(failed(&"earlier changes could not be written either; is the disk full?"));
         }
-        if let Err(error) = tokio::task::block_in_place(|| self.journal.append(&record)) {
+        if let Err(error) = tokio::task::block_in_place(|| self.setup.journal.append(&record)) {
             warn!("failed to append to the journal: {error}");
             // After a failed append, the contents on disk are unknown, so the file is rewritten.
             self.unsaved = true;
@@ -159,15 +159,15 @@ impl Manager {
     /// Rewrites the journal from `jobs` if changes are missing in it, or if a compaction is due.
     pub(super) fn rewrite_journal_if_needed(&mut self) {
         let limit = COMPACT_ABOVE_BYTES.max(self.compacted_bytes.saturating_mul(2));
-        if !self.unsaved && self.journal.len_bytes() <= limit {
+        if !self.unsaved && self.setup.journal.len_bytes() <= limit {
             return;
         }
         let records = self.jobs.records();
-        match tokio::task::block_in_place(|| self.journal.rewrite(&records)) {
-            Ok(()) => (self.unsaved, self.compacted_bytes) = (false, self.journal.len_bytes()),
+        match tokio::task::block_in_place(|| self.setup.journal.rewrite(&records)) {
+            Ok(()) => (self.unsaved, self.compacted_bytes) = (false, self.setup.journal.len_bytes()),
             Err(error) => {
                 // If only the compaction has failed, as on a full disk, records can still be appended to the old file.
-                self.unsaved |= self.journal.is_broken();
+                self.unsaved |= self.setup.journal.is_broken();
                 warn!("failed to rewrite the journal: {error}");
             }
         }

@@ -34,7 +34,7 @@ impl Manager {
             }
         }
         if is_complete {
-            self.dirs.arrays().into_iter().for_each(|first| self.remove_ended_array(first));
+            self.setup.dirs.arrays().into_iter().for_each(|first| self.remove_ended_array(first));
         }
         self.adopt_active_jobs();
     }
@@ -44,15 +44,16 @@ impl Manager {
     fn find_unlisted_jobs(&mut self) -> bool {
         let last = self.jobs.submitted;
         let now = self.now();
-        let units = std::mem::take(&mut self.units);
+        let units = std::mem::take(&mut self.setup.units);
         let units: Vec<_> = units.into_iter().filter(|(job, _)| !self.jobs.jobs.contains_key(job)).collect();
         let dirs: Vec<_> =
-            self.dirs.all().into_iter().filter(|job| !self.jobs.jobs.contains_key(job)).collect();
-        let is_leftover = |job: &u64| Jobs::is_leftover(*job, last, self.dirs.newest_agent(*job).is_some());
-        if self.integrity == Integrity::Intact && units.is_empty() && dirs.iter().all(is_leftover) {
+            self.setup.dirs.all().into_iter().filter(|job| !self.jobs.jobs.contains_key(job)).collect();
+        let is_leftover =
+            |job: &u64| Jobs::is_leftover(*job, last, self.setup.dirs.newest_agent(*job).is_some());
+        if self.setup.integrity == Integrity::Intact && units.is_empty() && dirs.iter().all(is_leftover) {
             for job in dirs {
                 // The submission was never acknowledged, or the job was forgotten.
-                if let Err(error) = self.dirs.remove(job) {
+                if let Err(error) = self.setup.dirs.remove(job) {
                     warn!(job, "failed to remove the directory of job {job}: {error}");
                 }
             }
@@ -63,12 +64,13 @@ impl Manager {
         );
         // Accounts of jobs that are listed again may have been written before.
         self.accounting_state = AccountingState::Unknown;
-        let ids = dirs.iter().copied().chain(self.dirs.arrays()).chain(units.iter().map(|(job, _)| *job));
+        let ids =
+            dirs.iter().copied().chain(self.setup.dirs.arrays()).chain(units.iter().map(|(job, _)| *job));
         self.kept_up_to = ids.chain(self.highest_used_id()).chain([last]).max().unwrap_or(last);
         if self.kept_up_to > last {
             self.record_event(Record::Counted { submitted: self.kept_up_to, ended: 0 });
         }
-        let found = dirs.into_iter().filter_map(|job| Some(self.found_job(job, self.dirs.found(job)?)));
+        let found = dirs.into_iter().filter_map(|job| Some(self.found_job(job, self.setup.dirs.found(job)?)));
         let mut found: Vec<_> = found.collect();
         for (job, uid) in units {
             match found.iter_mut().find(|found| found.submitted.job == job) {
@@ -85,12 +87,12 @@ impl Manager {
 
     /// Returns the highest id that may have been assigned to a job that has left no files.
     fn highest_used_id(&self) -> Option<u64> {
-        let accounted = self.accounting.ids().unwrap_or_else(|error| {
+        let accounted = self.setup.accounting.ids().unwrap_or_else(|error| {
             warn!("failed to read the accounting file: {error}");
             BTreeSet::new()
         });
         // A torn record was probably not acknowledged, so its id is considered unused.
-        let reserved = (self.integrity == Integrity::Damaged).then(|| self.ids.reserved());
+        let reserved = (self.setup.integrity == Integrity::Damaged).then(|| self.setup.ids.reserved());
         accounted.last().copied().into_iter().chain(reserved).max()
     }
 
@@ -100,7 +102,7 @@ impl Manager {
         let user = agent.as_ref().map(|agent| agent.user.clone()).unwrap_or_default();
         let mut submitted = Submitted { job, uid, gid, user, ..Submitted::default() };
         if let Some(description) = description {
-            let longest = self.config.borrow().jobs.max_grace.0.as_secs_f64();
+            let longest = self.setup.config.borrow().jobs.max_grace.0.as_secs_f64();
             (submitted.trainer, submitted.shutdown_timeout) = match &description.work {
                 Work::Trainer(spec) => {
                     (true, spec.launch.shutdown_timeout.max(spec.launch.shutdown_timeout_max))
@@ -130,7 +132,7 @@ impl Manager {
         let now = self.now();
         let jobs: Vec<u64> = self.jobs.jobs.keys().copied().collect();
         for job in jobs {
-            let found = self.dirs.newest_agent(job).map(|agent| found_start(agent, now));
+            let found = self.setup.dirs.newest_agent(job).map(|agent| found_start(agent, now));
             if let Some(record) = found.and_then(|start| self.jobs.lost_start(job, start)) {
                 warn!(job, "the start of job {job} is not in the journal");
                 self.record_event(record);
@@ -148,7 +150,8 @@ impl Manager {
                 self.follow(job, false);
                 continue;
             }
-            let result = self.dirs.result(job, entry.submitted.uid).filter(|result| result.start == *start);
+            let result =
+                self.setup.dirs.result(job, entry.submitted.uid).filter(|result| result.start == *start);
             match result {
                 Some(result) => self.on_ended(job, result, None),
                 None => self.on_lost(job, "the node was rebooted while it ran", None),

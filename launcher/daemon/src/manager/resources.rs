@@ -26,7 +26,7 @@ const JOBS_TO_EXHAUST_NODE: u64 = 4;
 impl Manager {
     /// Returns the resources that the scheduler can give to jobs.
     pub(super) fn resources(&self) -> Resources {
-        let config = &self.config.borrow().jobs;
+        let config = &self.setup.config.borrow().jobs;
         let (memory_per_user, memory_per_gpu) = self.memory_limits();
         let held: BTreeSet<&str> = self.jobs.active().flat_map(|(_, entry)| entry.gpus()).collect();
         let slot = |gpu: &GpuFacts| {
@@ -37,11 +37,11 @@ impl Manager {
             GpuSlot { uuid: gpu.uuid.clone(), unusable: unusable.map(|(_, reason)| reason) }
         };
         Resources {
-            gpus: self.gpus.borrow().gpus.iter().map(slot).collect(),
+            gpus: self.setup.gpus.borrow().gpus.iter().map(slot).collect(),
             settling: self.settling_gpus(),
-            cores: self.cores,
-            memory: self.base.memory_bytes,
-            cpu_workers: config.cpu_workers.unwrap_or(self.cores),
+            cores: self.setup.node.cores,
+            memory: self.setup.node.memory_bytes,
+            cpu_workers: config.cpu_workers.unwrap_or(self.setup.node.cores),
             gpus_per_user: config.max_gpus_per_user,
             memory_per_user,
             memory_per_gpu,
@@ -52,7 +52,7 @@ impl Manager {
 
     /// Returns the GPUs on which the last poll may still have seen the processes of a job that has just ended.
     fn settling_gpus(&self) -> BTreeSet<String> {
-        let (inventory, config, now) = (self.gpus.borrow(), self.config.borrow(), self.now());
+        let (inventory, config, now) = (self.setup.gpus.borrow(), self.setup.config.borrow(), self.now());
         let is_foreign = |gpu: &&GpuFacts| {
             let unusable = snapshot::unusable(gpu, &config.jobs.leave_gpus);
             unusable.is_some_and(|(state, _)| state == GpuState::Foreign)
@@ -71,40 +71,42 @@ impl Manager {
     /// shares leave room for one user's limit, so that no user can make GPUs unusable by taking memory.
     fn memory_limits(&self) -> (Option<u64>, u64) {
         let default = is_root().then_some(DEFAULT_MEMORY_PER_USER);
-        let memory = self.base.memory_bytes;
-        let limit = self.config.borrow().jobs.max_memory_per_user.or(default).map(|limit| limit.of(memory));
+        let memory = self.setup.node.memory_bytes;
+        let limit =
+            self.setup.config.borrow().jobs.max_memory_per_user.or(default).map(|limit| limit.of(memory));
         let shares = memory.saturating_sub(limit.unwrap_or(0)).max(memory / 2);
-        (limit, shares / (self.gpus.borrow().gpus.len() as u64).max(1))
+        (limit, shares / (self.setup.gpus.borrow().gpus.len() as u64).max(1))
     }
 
     /// Returns the problems of the configuration, for the operator.
     pub(super) fn config_problems(&self) -> Vec<String> {
-        let config = self.config.borrow();
+        let config = self.setup.config.borrow();
         let reload = config.reload_problem.iter().map(|problem| {
             format!(
                 "the last reload has failed, and the previous configuration is still in effect: {problem}"
             )
         });
-        reload.chain(check::unknown_gpus(&config.jobs, &self.gpus.borrow())).collect()
+        reload.chain(check::unknown_gpus(&config.jobs, &self.setup.gpus.borrow())).collect()
     }
 
     /// Returns the rules by which jobs are accepted.
     pub(super) fn admission_rules(&self) -> AdmissionRules<'_> {
-        let config = &self.config.borrow().jobs;
+        let config = &self.setup.config.borrow().jobs;
         let (memory_per_user, memory_per_gpu) = self.memory_limits();
         let own = rustix::process::getuid();
-        let gpus = self.gpus.borrow().gpus.iter().filter(|gpu| !gpu.is_among(&config.leave_gpus)).count();
+        let gpus =
+            self.setup.gpus.borrow().gpus.iter().filter(|gpu| !gpu.is_among(&config.leave_gpus)).count();
         let gpus = u32::try_from(gpus).unwrap_or(u32::MAX);
         AdmissionRules {
             allow_commands: config.allow_commands(own.is_root()),
             allow_root: config.allow_root,
-            how_to_change: &self.how_to_configure,
+            how_to_change: &self.setup.how_to_configure,
             max_per_user: config.max_per_user,
             only_user: (!own.is_root()).then(|| own.as_raw()),
             gpus: if config.max_gpus_per_user > 0 { gpus.min(config.max_gpus_per_user) } else { gpus },
-            cpu_workers: config.cpu_workers.unwrap_or(self.cores),
-            cores: self.cores,
-            memory: self.base.memory_bytes,
+            cpu_workers: config.cpu_workers.unwrap_or(self.setup.node.cores),
+            cores: self.setup.node.cores,
+            memory: self.setup.node.memory_bytes,
             memory_per_user,
             memory_per_gpu,
         }
@@ -112,11 +114,11 @@ impl Manager {
 
     /// Returns the limits by which a submission is resolved.
     pub(super) fn node_limits(&self) -> NodeLimits {
-        let config = &self.config.borrow().jobs;
+        let config = &self.setup.config.borrow().jobs;
         NodeLimits {
-            gpus: u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX),
-            cores: self.cores,
-            memory: self.base.memory_bytes,
+            gpus: u32::try_from(self.setup.gpus.borrow().gpus.len()).unwrap_or(u32::MAX),
+            cores: self.setup.node.cores,
+            memory: self.setup.node.memory_bytes,
             memory_per_gpu: self.memory_limits().1,
             max_grace: config.max_grace.0,
             default_time: config.default_time.map(|span| span.0),

@@ -41,7 +41,7 @@ impl Manager {
         else {
             return;
         };
-        let config = self.config.borrow();
+        let config = self.setup.config.borrow();
         let max_grace = config.jobs.max_grace.0;
         let options = StartOptions {
             gpus: gpus.clone(),
@@ -60,7 +60,7 @@ impl Manager {
             uid: submitted.uid,
             user: submitted.user.clone(),
             options,
-            gpu_nodes: gpu_nodes(&self.gpus.borrow(), gpus),
+            gpu_nodes: gpu_nodes(&self.setup.gpus.borrow(), gpus),
             shutdown_timeout: Duration::try_from_secs_f64(submitted.shutdown_timeout)
                 .map_or(max_grace, |timeout| timeout.min(max_grace)),
             facts: Facts::of(entry),
@@ -74,9 +74,9 @@ impl Manager {
         runtime.stop.send_replace(if is_stopping { Stop::Ask } else { Stop::No });
         let follower = Follower {
             job_start,
-            dirs: self.dirs.clone(),
-            starter: self.starter.clone(),
-            hooks: self.hooks.clone(),
+            dirs: self.setup.dirs.clone(),
+            starter: self.setup.starter.clone(),
+            hooks: self.setup.hooks.clone(),
             events: self.events.clone(),
             stop: runtime.stop.subscribe(),
             warning: runtime.warning.subscribe(),

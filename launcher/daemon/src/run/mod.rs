@@ -33,6 +33,7 @@ use super::gpus::GpuMonitor;
 use super::manager::{self, Setup};
 use super::service;
 use super::service::access::Access;
+use super::state::Jobs;
 use super::view::NodeView;
 use xlaunch_host::clock;
 use xlaunch_host::devices;
@@ -117,12 +118,12 @@ fn how_to_configure(options: &Options) -> String {
 /// The daemon before it runs: all resources are acquired, and nothing is running.
 struct App {
     setup: Setup,
+    jobs: Jobs,
     listener: UnixListener,
     /// Path or name of `listener` for the log.
     socket: String,
     socket_group: String,
     access: Access,
-    accounting: Accounting,
     page: Option<Page>,
     reload: watch::Sender<LiveConfig>,
     notifier: Notifier,
@@ -146,21 +147,19 @@ impl App {
         let cores = u32::try_from(cores).unwrap_or(u32::MAX);
         let setup = Setup {
             journal,
-            jobs,
             integrity,
             ids,
             units,
             dirs,
-            accounting: accounting.clone(),
-            starter,
+            accounting,
+            starter: Arc::new(starter),
             doctor_dir: state_dir.join("doctor"),
-            hooks: config.hooks,
+            hooks: Arc::new(config.hooks),
             gpu_monitor,
             gpus,
             config: jobs_config,
             how_to_configure: how_to_configure(options),
             page_problem: page.as_ref().map(Page::problem),
-            cores,
             node: NodeStatus {
                 host: devices::host_name(),
                 version: xlaunch_proto::VERSION.into(),
@@ -174,18 +173,19 @@ impl App {
         let socket_group = config.daemon.socket_group;
         let access = Access::new(config.daemon.admin_group);
         let notifier = Notifier { enabled: !options.foreground };
-        Ok(Self { setup, listener, socket, socket_group, access, accounting, page, reload, notifier })
+        Ok(Self { setup, jobs, listener, socket, socket_group, access, page, reload, notifier })
     }
 
     /// Starts the manager and, once it has published a view, the services.
     async fn serve(self) -> Result<Running, Refusal> {
-        let Self { setup, listener, socket, socket_group, access, accounting, page, reload, notifier } = self;
+        let Self { setup, jobs, listener, socket, socket_group, access, page, reload, notifier } = self;
+        let accounting = setup.accounting.clone();
         // Opened before readiness is notified, so that from then on no signal has its default action.
         let signals = Signals::open().map_err(|error| internal(&error))?;
         let (commands, receiver) = mpsc::channel(COMMAND_CAPACITY);
         let view = watch::Sender::new(Arc::new(NodeView::default()));
         let node = NodeHandle::new(commands, view.subscribe());
-        let manager = tokio::spawn(manager::run(setup, receiver, view, move |node| {
+        let manager = tokio::spawn(manager::run(setup, jobs, receiver, view, move |node| {
             notifier.notify(&[NotifyState::Watchdog, NotifyState::Status(&summary(node))]);
         }));
         if node.watch().wait_for(|view| view.node.daemon_pid != 0).await.is_err() {
