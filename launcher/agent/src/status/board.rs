@@ -3,14 +3,14 @@
 //! The driver records events and the monitor records its samples; [`Board::reply`] answers a status query. Everything
 //! that changes with time alone (ages, hints) is computed on request.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::metrics::tokens_per_second;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, Restart, StatusReply, StepReport, Totals};
+use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, Restart, StatusReply};
 
 use super::history::{self, History};
 use super::sample::Usage;
@@ -53,15 +53,9 @@ pub struct Launch {
 #[derive(Clone, Debug)]
 pub struct Board {
     launch: Launch,
-    host: String,
-    started_unix_seconds: u64,
-    state: JobState,
-    reason: String,
-    attempt: u32,
-    restarts: VecDeque<Restart>,
-    last_step: Option<StepReport>,
+    /// The fields of a reply that are neither computed on request nor those of `launch`.
+    status: StatusReply,
     history: History,
-    totals: Option<Totals>,
     /// Account of the job's time.
     pub(crate) time: TimeAccount,
     /// Ranks by local rank, like everything here.
@@ -100,15 +94,14 @@ impl Board {
     pub fn new(launch: Launch) -> Self {
         Self {
             launch,
-            host: devices::host_name(),
-            started_unix_seconds: clock::unix().as_secs(),
-            state: JobState::Starting,
-            reason: String::new(),
-            attempt: 0,
-            restarts: VecDeque::new(),
-            last_step: None,
+            status: StatusReply {
+                host: devices::host_name(),
+                launcher_pid: std::process::id(),
+                started_unix_seconds: clock::unix().as_secs(),
+                state: JobState::Starting.into(),
+                ..StatusReply::default()
+            },
             history: History::default(),
-            totals: None,
             time: TimeAccount::new(Instant::now()),
             ranks: Vec::new(),
             assignment: Assignment::default(),
@@ -128,7 +121,7 @@ impl Board {
     /// Makes this node a spare without ranks, or ends that.
     pub(crate) fn set_spare(&mut self, spare: bool) {
         if spare {
-            self.reset(self.attempt, 0, &Assignment::default());
+            self.reset(self.status.attempt, 0, &Assignment::default());
         }
         self.spare = spare;
     }
@@ -145,7 +138,7 @@ impl Board {
 
     /// Begins an attempt with `workers` ranks on this node.
     pub fn reset(&mut self, attempt: u32, workers: u32, assignment: &Assignment) {
-        self.attempt = attempt;
+        self.status.attempt = attempt;
         (self.assignment, self.spare, self.attempt_over) = (assignment.clone(), false, false);
         let Assignment { first_rank, node_rank, .. } = *assignment;
         let status = |local_rank| RankStatus {
@@ -164,20 +157,19 @@ impl Board {
 
     /// Sets the state of the job.
     pub fn set_state(&mut self, state: JobState) {
-        self.state = state;
+        self.status.set_state(state);
     }
 
     /// Sets the latest message of the state machine to the user.
     pub(crate) fn set_reason(&mut self, reason: &str) {
-        self.reason = reason.into();
+        self.status.reason = reason.into();
     }
 
     /// Records that an attempt has failed and another one follows.
     pub(crate) fn add_restart(&mut self, restart: Restart) {
-        if self.restarts.len() == MAX_PAST_RESTARTS {
-            self.restarts.pop_front();
-        }
-        self.restarts.push_back(restart);
+        let restarts = &mut self.status.past_restarts;
+        restarts.drain(..(restarts.len() + 1).saturating_sub(MAX_PAST_RESTARTS));
+        restarts.push(restart);
     }
 
     /// Returns the directory with the logs of all attempts.
@@ -247,9 +239,9 @@ impl Board {
             // With `train.epochs`, the number of steps is not known before.
             Report::TrainStarted(started) => self.launch.total_steps = started.total_steps,
             Report::Step(step) if rank == 0 => {
-                self.last_step = Some(*step);
+                self.status.last_step = Some(*step);
                 self.history.add(clock::unix_ms(), step);
-                history::count(self.totals.get_or_insert_default(), step);
+                history::count(self.status.totals.get_or_insert_default(), step);
             }
             _ => {}
         }
@@ -319,7 +311,7 @@ impl Board {
 
     /// Returns the current attempt, counted from 0.
     pub(super) fn attempt(&self) -> u32 {
-        self.attempt
+        self.status.attempt
     }
 
     /// Returns the number of ranks on this node.
@@ -349,12 +341,12 @@ impl Board {
 
     /// Returns whether the job has ended.
     pub(crate) fn is_over(&self) -> bool {
-        matches!(self.state, JobState::Done | JobState::Failed)
+        matches!(self.status.state(), JobState::Done | JobState::Failed)
     }
 
     /// Returns the directory for the output of a rank in the current attempt.
     pub(super) fn log_dir(&self, rank: u32) -> PathBuf {
-        rank_dir(&self.launch.log_dir, self.attempt, rank)
+        rank_dir(&self.launch.log_dir, self.status.attempt, rank)
     }
 
     /// Returns local rank and process id of every running worker.
@@ -393,36 +385,28 @@ impl Board {
             log_losses: rank.logs.iter().flatten().filter_map(|log| log.loss()).collect(),
             ..rank.status.clone()
         });
-        let step = self.last_step.unwrap_or_default();
+        let last_step = self.status.last_step;
+        let step = last_step.unwrap_or_default();
         let lowest_step = self.ranks.iter().filter_map(|rank| rank.heartbeat_step).min();
         StatusReply {
             job_id: self.launch.id.clone(),
             job_name: self.launch.name.clone(),
-            attempt: self.attempt,
-            state: self.state.into(),
-            world_size: self.assignment.world,
-            ranks: ranks.collect(),
-            step: self.last_step.map(|step| step.step).or(lowest_step).unwrap_or(0),
+            kind: self.launch.kind.into(),
+            command_line: self.launch.command_line.clone(),
+            max_restarts: self.launch.max_restarts,
             total_steps: self.launch.total_steps,
+            log_dir: self.launch.log_dir.to_string_lossy().into_owned(),
+            world_size: self.assignment.world,
+            restarts: self.assignment.restarts,
+            ranks: ranks.collect(),
+            step: last_step.map(|step| step.step).or(lowest_step).unwrap_or(0),
             loss: step.loss,
             tokens_per_second: tokens_per_second(&step),
             mfu: step.mfu,
-            nodes: Vec::new(),
             spare: self.spare && self.connected,
-            reason: self.reason.clone(),
-            kind: self.launch.kind.into(),
-            command_line: self.launch.command_line.clone(),
-            started_unix_seconds: self.started_unix_seconds,
-            restarts: self.assignment.restarts,
-            max_restarts: self.launch.max_restarts,
-            host: self.host.clone(),
-            launcher_pid: std::process::id(),
-            log_dir: self.launch.log_dir.to_string_lossy().into_owned(),
-            past_restarts: self.restarts.iter().cloned().collect(),
-            totals: self.totals.clone(),
             accounting: Some(self.time.accounting(now)),
-            last_step: self.last_step,
             history: if history { self.history.points().to_vec() } else { Vec::new() },
+            ..self.status.clone()
         }
     }
 
