@@ -17,20 +17,20 @@ const RUN_PATH: &str =
 /// Builds the program and arguments of a worker. Python's output is unbuffered, because a killed worker would otherwise
 /// lose its last lines.
 pub(crate) fn argv(
-    program: Program,
-    arguments: Vec<OsString>,
+    program: &Program,
+    arguments: &[OsString],
     environment: Environment<'_>,
 ) -> Result<Vec<OsString>, String> {
     let (how, target): (&[&str], _) = match program {
-        Program::Binary(binary) => return Ok([vec![binary], arguments].concat()),
+        Program::Binary(binary) => return Ok([std::slice::from_ref(binary), arguments].concat()),
         Program::Script(script) => (&[], script),
         Program::Module(module) => (&["-m"], module),
         Program::RunPath(script) => (&["-c", RUN_PATH], script),
     };
     let mut argv = vec![interpreter(environment, &own_dirs(environment))?, "-u".into()];
     argv.extend(how.iter().map(OsString::from));
-    argv.push(target);
-    argv.extend(arguments);
+    argv.push(target.clone());
+    argv.extend_from_slice(arguments);
     Ok(argv)
 }
 
@@ -110,27 +110,23 @@ mod tests {
         let only_path = |name: &str| (name == "PATH").then(|| path.clone());
         let script = || Program::Script("train.py".into());
         assert_eq!(
-            argv(script(), vec!["--lr=3".into()], &only_path).unwrap(),
+            argv(&script(), &["--lr=3".into()], &only_path).unwrap(),
             [venv, "-u".into(), "train.py".into(), "--lr=3".into()]
         );
         let chosen = |name: &str| (name == "PYTHON_EXEC").then(|| "/opt/python".into());
-        let module = argv(Program::Module("pkg".into()), Vec::new(), &chosen).unwrap();
+        let module = argv(&Program::Module("pkg".into()), &[], &chosen).unwrap();
         assert_eq!(module, ["/opt/python", "-u", "-m", "pkg"]);
         let own = [dirs.path().join("own/bin"), dirs.path().join("conda/bin")];
         let (venv_of_xlaunch, conda) =
             (program("own/bin/python3", 0o755), program("conda/bin/python", 0o755));
         let found = |environment: Environment<'_>| interpreter(environment, &own).unwrap();
-        assert_eq!(
-            found(&only_path),
-            argv(script(), Vec::new(), &only_path).unwrap()[0],
-            "not an environment"
-        );
+        assert_eq!(found(&only_path), argv(&script(), &[], &only_path).unwrap()[0], "not an environment");
         fs_err::create_dir(dirs.path().join("conda/conda-meta")).unwrap();
         assert_eq!(found(&only_path), conda);
         fs_err::write(dirs.path().join("own/pyvenv.cfg"), "").unwrap();
         assert_eq!(found(&only_path), venv_of_xlaunch);
         assert_eq!(found(&chosen), "/opt/python");
-        let refusal = argv(script(), Vec::new(), &|_| None).unwrap_err();
+        let refusal = argv(&script(), &[], &|_| None).unwrap_err();
         assert!(refusal.contains("PYTHON_EXEC"), "{refusal}");
         for (program, preloadable) in [
             (script(), true),
@@ -142,9 +138,9 @@ mod tests {
             (Program::Script("a.pyz".into()), false),
             (Program::Script(dirs.path().into()), false),
         ] {
-            let argv = argv(program, Vec::new(), &chosen).unwrap();
+            let argv = argv(&program, &[], &chosen).unwrap();
             assert_eq!(is_preloadable(&argv), preloadable, "{argv:?}");
         }
-        assert_eq!(argv(Program::Binary("a".into()), vec!["b".into()], &|_| None).unwrap(), ["a", "b"]);
+        assert_eq!(argv(&Program::Binary("a".into()), &["b".into()], &|_| None).unwrap(), ["a", "b"]);
     }
 }

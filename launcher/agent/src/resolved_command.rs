@@ -1,9 +1,7 @@
 //! The command that the agent runs: the [`CommandSpec`] of the command line, resolved on this node.
 
-use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io;
-use std::time::Duration;
 
 use xlaunch_spec::exit::ExitCode;
 
@@ -13,40 +11,28 @@ use xlaunch_spec::refusal::Refusal;
 
 pub use crate::interpreter::Environment;
 pub use xlaunch_spec::command::{
-    Binding, CommandSpec, LogOptions, Nproc, PerRank, Program, Restarts, Signal, Streams, quote_line,
+    Binding, CommandSpec, LogOptions, Nproc, PerRank, Program, Signal, Streams, quote_line,
 };
 
-/// A [`CommandSpec`] with all node-dependent values filled in. The fields are documented there.
+/// A command with the values that depend on this node.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "documented in CommandSpec")]
 pub struct ResolvedCommand {
+    /// The command as the user described it.
+    pub spec: CommandSpec,
     /// Name of the job's runs, in directories and in `xlaunch status`.
     pub name: String,
     /// Program and arguments of every worker.
     pub argv: Vec<OsString>,
-    /// True if `argv` is a command line of Python.
-    pub is_python: bool,
-    pub preload: Vec<String>,
-    pub role: String,
-    pub run_id: Option<String>,
     /// Workers on this node.
     pub nproc: u32,
-    pub master_addr: String,
-    pub master_port: Option<u16>,
-    pub virtual_local_rank: bool,
-    pub binding: Option<Binding>,
-    pub restarts: Restarts,
-    pub requeue_codes: BTreeSet<i32>,
-    pub shutdown_timeout: Duration,
-    pub signals: Vec<Signal>,
-    pub propagate_exit_code: bool,
-    pub stall_timeout: Duration,
-    pub hang_timeout: Option<Duration>,
-    pub flight_recorder: bool,
-    pub logs: LogOptions,
 }
 
 impl ResolvedCommand {
+    /// Returns whether `argv` is a command line of Python.
+    pub(crate) fn is_python(&self) -> bool {
+        !matches!(self.spec.program, Program::Binary(_))
+    }
+
     /// Inherited descriptors that the arguments name, such as `/dev/fd/63` from a shell's `<(...)`. Workers inherit
     /// these and no others.
     pub(crate) fn descriptors(&self) -> Vec<i32> {
@@ -77,8 +63,7 @@ pub fn resolve(
     let usage = |message: String| Refusal::new(ExitCode::Usage, message);
     check_script(&spec.program, environment)?;
     let name = spec.name();
-    let is_python = !matches!(spec.program, Program::Binary(_));
-    let argv = interpreter::argv(spec.program, spec.arguments, environment).map_err(usage)?;
+    let argv = interpreter::argv(&spec.program, &spec.arguments, environment).map_err(usage)?;
     let nproc = match spec.nproc {
         Nproc::Count(count) => count,
         counted => {
@@ -90,32 +75,7 @@ pub fn resolve(
     if spec.virtual_local_rank {
         check_visible_gpus(nproc, environment).map_err(usage)?;
     }
-    Ok(ResolvedCommand {
-        name,
-        argv,
-        is_python,
-        preload: spec.preload,
-        role: spec.role,
-        run_id: spec.run_id,
-        nproc,
-        master_addr: spec.master_addr,
-        master_port: spec.master_port,
-        virtual_local_rank: spec.virtual_local_rank,
-        binding: spec.binding,
-        restarts: Restarts {
-            most: spec.max_restarts,
-            not_after: spec.no_restart_codes,
-            ..Restarts::default()
-        },
-        requeue_codes: spec.requeue_codes,
-        shutdown_timeout: spec.shutdown_timeout,
-        signals: spec.signals,
-        propagate_exit_code: spec.propagate_exit_code,
-        stall_timeout: spec.stall_timeout,
-        hang_timeout: spec.hang_timeout,
-        flight_recorder: spec.flight_recorder,
-        logs: spec.logs,
-    })
+    Ok(ResolvedCommand { spec, name, argv, nproc })
 }
 
 /// Checks that a Python script exists, relative to the working directory. The check is skipped if Python may open
@@ -159,7 +119,7 @@ pub mod tests {
     use super::*;
 
     /// A launch of a single `true`, for tests that need any launch.
-    pub fn spec(name: &str) -> ResolvedCommand {
+    pub fn command(name: &str) -> ResolvedCommand {
         let spec = CommandSpec::new(Program::Binary("true".into()), Vec::new());
         let resolved = resolve(spec, &|_| None, &|| unreachable!("one worker depends on no node")).unwrap();
         ResolvedCommand { name: name.into(), ..resolved }
@@ -182,8 +142,8 @@ pub mod tests {
     #[test]
     fn descriptors_that_arguments_name_are_found() {
         let argv = ["sh", "/dev/fd/63", "--config=/proc/self/fd/7", "/dev/fd/", "x/dev/fd/8.txt", "9"];
-        let spec = ResolvedCommand { argv: argv.map(Into::into).into(), ..spec("sh") };
-        assert_eq!(spec.descriptors(), [63, 7, 8]);
+        let command = ResolvedCommand { argv: argv.map(Into::into).into(), ..command("sh") };
+        assert_eq!(command.descriptors(), [63, 7, 8]);
     }
 
     #[test]

@@ -123,14 +123,14 @@ impl RunDir {
 
     /// Creates the directory of a command's run. `place` is given if the job may have several nodes.
     pub fn for_command(
-        spec: &ResolvedCommand,
+        command: &ResolvedCommand,
         run_id: &str,
         place: Option<NodePlace>,
         entry: Option<Entry>,
     ) -> Result<Self, Refusal> {
         let id = file_name(run_id);
-        let new = |id: &str| Entry::create(&spec.name, id);
-        let Some(logs) = &spec.logs.dir else {
+        let new = |id: &str| Entry::create(&command.name, id);
+        let Some(logs) = &command.spec.logs.dir else {
             let entry = entry.map_or_else(|| new(&id), Ok)?;
             let path = entry.path().to_path_buf();
             return Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) });
@@ -241,7 +241,7 @@ fn update_latest_link(jobs: &Path, id: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::resolved_command::tests::spec as command;
+    use crate::resolved_command::tests::command;
 
     #[test]
     fn runs_of_one_name_get_different_directories() {
@@ -285,9 +285,9 @@ mod tests {
     #[test]
     fn requested_logs_are_kept_and_runs_with_the_same_id_are_separate() {
         let dir = tempfile::tempdir().unwrap();
-        let mut spec = command("train");
-        spec.logs.dir = Some(dir.path().join("logs"));
-        let [a, b] = [(); 2].map(|()| RunDir::for_command(&spec, "../my run", None, None).unwrap());
+        let mut command = command("train");
+        command.spec.logs.dir = Some(dir.path().join("logs"));
+        let [a, b] = [(); 2].map(|()| RunDir::for_command(&command, "../my run", None, None).unwrap());
         assert_eq!((a.id.as_str(), b.id.as_str()), ("_._my_run", "_._my_run-2"));
         let logs = dir.path().join("logs");
         assert_eq!((&a.path, &b.path), (&logs.join("_._my_run"), &logs.join("_._my_run-2")));
@@ -301,7 +301,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (mut spec, mut logged) = (JobSpec::default(), command("train"));
         (spec.job.output, spec.job.name) = (dir.path().display().to_string(), "n".into());
-        logged.logs.dir = Some(dir.path().join("logs"));
+        logged.spec.logs.dir = Some(dir.path().join("logs"));
         for number in 1..=3 {
             for parent in ["n", "logs"] {
                 assert_eq!(free_run(&dir.path().join(parent), "r/1"), number);
@@ -323,7 +323,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (mut spec, mut logged) = (JobSpec::default(), command("train"));
         (spec.job.output, spec.job.name) = (dir.path().display().to_string(), "n".into());
-        logged.logs.dir = Some(dir.path().join("logs"));
+        logged.spec.logs.dir = Some(dir.path().join("logs"));
         let place = |node_rank| NodePlace { node_rank, run_number: 1 };
         let training = |rank| RunDir::for_node(&spec, "r", place(rank), None).unwrap();
         let command = |rank| RunDir::for_command(&logged, "r", Some(place(rank)), None).unwrap();

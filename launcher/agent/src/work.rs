@@ -9,7 +9,7 @@ use xlaunch_cluster::link::new_instance;
 use xlaunch_cluster::work::Work;
 use xlaunch_host::redact;
 use xlaunch_proto::v1::{GroupRules, Setting};
-use xlaunch_spec::command::{Backend, GroupSpec, Restarts, quote_line};
+use xlaunch_spec::command::{Backend, CommandSpec, GroupSpec, Restarts, quote_line};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::ids::Digest;
 use xlaunch_spec::job::JobSpec;
@@ -42,10 +42,11 @@ pub fn of_trainer(
 }
 
 /// Describes a command. Nodes may differ in the path of the interpreter and in where they write logs.
-pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> Work {
-    let program = spec.argv.first().and_then(|program| Path::new(program).file_name());
+pub fn of_command(command: &ResolvedCommand, group: Option<&GroupSpec>) -> Work {
+    let spec = &command.spec;
+    let program = command.argv.first().and_then(|program| Path::new(program).file_name());
     let words: Vec<&OsStr> =
-        program.into_iter().chain(spec.argv.iter().skip(1).map(OsString::as_os_str)).collect();
+        program.into_iter().chain(command.argv.iter().skip(1).map(OsString::as_os_str)).collect();
     let text = quote_line(redact::words(words.iter().copied()).iter().map(OsString::as_os_str));
     let rules = command_rules(spec, group);
     // A script that came through a pipe is a file of this process, so its path differs between nodes.
@@ -64,7 +65,7 @@ pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> Work {
         settings: settings(std::iter::once(role).chain(by_flag(&rules))),
         completed: Vec::new(),
         text,
-        workers: spec.nproc,
+        workers: command.nproc,
         rules,
         free_run: free_run(spec.logs.dir.as_deref(), run_id.as_deref()),
         run_id,
@@ -102,8 +103,9 @@ fn trainer_rules(spec: &JobSpec, group: Option<&GroupSpec>) -> GroupRules {
 }
 
 /// Returns the rules of a command.
-fn command_rules(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> GroupRules {
-    rules(false, &spec.restarts, group)
+fn command_rules(spec: &CommandSpec, group: Option<&GroupSpec>) -> GroupRules {
+    let not_after = spec.no_restart_codes.clone();
+    rules(false, &Restarts { most: spec.max_restarts, not_after, ..Restarts::default() }, group)
 }
 
 /// Returns the rules of a command, each with the flag that sets it.
@@ -145,7 +147,7 @@ fn rules(trainer: bool, restarts: &Restarts, group: Option<&GroupSpec>) -> Group
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::resolved_command::tests::spec as command;
+    use crate::resolved_command::tests::command;
 
     fn work(arguments: &[&str]) -> Work {
         let mut spec = command("train");

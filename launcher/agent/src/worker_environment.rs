@@ -56,7 +56,7 @@ pub(crate) struct TrainerGroup<'a> {
 #[derive(Clone, Debug)]
 pub(crate) struct CommandGroup<'a> {
     pub(crate) base: &'a BaseEnvironment,
-    pub(crate) spec: &'a ResolvedCommand,
+    pub(crate) command: &'a ResolvedCommand,
     /// `TORCHELASTIC_RUN_ID`: the id that the user chose, or else the run's.
     pub(crate) run_id: &'a str,
     /// Socket on which the agent listens.
@@ -142,13 +142,13 @@ pub(crate) fn command_variables(
     dir: &Path,
     threads: usize,
 ) -> Vec<(&'static str, OsString)> {
-    let (spec, inherited) = (group.spec, |name: &str| group.base.get(name));
+    let (spec, inherited) = (&group.command.spec, |name: &str| group.base.get(name));
     let shared = Shared {
         run_id: group.run_id,
         socket: group.socket,
         attempt: group.attempt,
-        max_restarts: spec.restarts.most,
-        workers: spec.nproc,
+        max_restarts: spec.max_restarts,
+        workers: group.command.nproc,
         role: &spec.role,
         master_address: if group.may_have_peers {
             &group.assignment.master_address
@@ -256,38 +256,20 @@ impl Shared<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
+    use std::collections::BTreeMap;
 
     use super::*;
-    use crate::resolved_command::{LogOptions, Restarts, Signal};
+    use crate::resolved_command::{self, Signal};
 
-    fn spec() -> ResolvedCommand {
-        ResolvedCommand {
-            name: "train".into(),
-            argv: vec!["train".into()],
-            is_python: false,
-            preload: Vec::new(),
-            role: "trainer".into(),
-            run_id: None,
-            nproc: 2,
-            master_addr: "127.0.0.1".into(),
-            master_port: None,
-            virtual_local_rank: false,
-            binding: None,
-            restarts: Restarts { most: 3, ..Restarts::default() },
-            requeue_codes: BTreeSet::new(),
-            shutdown_timeout: std::time::Duration::from_secs(30),
-            signals: vec![Signal::Term, Signal::Hup],
-            propagate_exit_code: false,
-            stall_timeout: std::time::Duration::from_secs(300),
-            hang_timeout: None,
-            flight_recorder: false,
-            logs: LogOptions::default(),
-        }
+    fn command() -> ResolvedCommand {
+        let mut command = ResolvedCommand { nproc: 2, ..resolved_command::tests::command("train") };
+        (command.spec.role, command.spec.max_restarts) = ("trainer".into(), 3);
+        command.spec.signals = vec![Signal::Term, Signal::Hup];
+        command
     }
 
     /// The variables of rank 1 of 2 in the second attempt.
-    fn variables(spec: &ResolvedCommand, inherited: &[(&str, &str)]) -> BTreeMap<&'static str, String> {
+    fn variables(command: &ResolvedCommand, inherited: &[(&str, &str)]) -> BTreeMap<&'static str, String> {
         let socket = Path::new("/run/agent.sock");
         let inherited = inherited.iter().map(|(name, value)| ((*name).into(), (*value).into()));
         let base = &BaseEnvironment::Submitted(inherited.collect());
@@ -297,7 +279,7 @@ mod tests {
         let may_have_peers = false;
         let group = CommandGroup {
             base,
-            spec,
+            command,
             run_id: "id",
             socket,
             attempt: 1,
@@ -315,7 +297,7 @@ mod tests {
 
     #[test]
     fn command_workers_get_torchruns_variables() {
-        let found = variables(&spec(), &[("CUDA_VISIBLE_DEVICES", "4,5")]);
+        let found = variables(&command(), &[("CUDA_VISIBLE_DEVICES", "4,5")]);
         for (name, value) in [
             ("RANK", "1"),
             ("LOCAL_RANK", "1"),
@@ -346,17 +328,18 @@ mod tests {
     fn variables_set_by_the_user_are_kept() {
         let inherited =
             [("OMP_NUM_THREADS", "5"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"), ("PYTHONFAULTHANDLER", "")];
-        let found = variables(&spec(), &inherited);
+        let found = variables(&command(), &inherited);
         assert!(!found.contains_key("OMP_NUM_THREADS") && !found.contains_key("PYTHONFAULTHANDLER"));
         assert_eq!(found["TORCH_NCCL_ASYNC_ERROR_HANDLING"], "3");
     }
 
     #[test]
     fn virtual_local_rank_sees_its_entry_of_the_inherited_list() {
-        let spec = ResolvedCommand { virtual_local_rank: true, ..spec() };
+        let mut command = command();
+        command.spec.virtual_local_rank = true;
         for (visible, own) in [(None, "1"), (Some("GPU-a, GPU-b"), "GPU-b"), (Some("7,3"), "3")] {
             let inherited = visible.map(|list| ("CUDA_VISIBLE_DEVICES", list));
-            let found = variables(&spec, inherited.as_slice());
+            let found = variables(&command, inherited.as_slice());
             assert_eq!((found["LOCAL_RANK"].as_str(), found["CUDA_VISIBLE_DEVICES"].as_str()), ("0", own));
         }
     }

@@ -172,19 +172,19 @@ impl Start {
                 let variable = |name: &str| self.base.get(name);
                 let mut command = resolved_command::resolve((**spec).clone(), &variable, &Node::inspect)?;
                 // All output goes to files, which the daemon serves: there is no console.
-                command.logs.redirects.all = Streams { stdout: true, stderr: true };
+                command.spec.logs.redirects.all = Streams { stdout: true, stderr: true };
                 if let Some(most) = self.description.max_output {
                     // Two files are kept, the rotated and the current one, so each gets half of the limit.
-                    command.logs.rotate_bytes = Some((most / 2).max(1));
+                    command.spec.logs.rotate_bytes = Some((most / 2).max(1));
                 }
                 command.name.clone_from(&self.description.name);
                 // No program that expects torchrun's exit code runs this launcher.
-                command.propagate_exit_code = true;
-                command.run_id.get_or_insert_with(|| format!("job-{}", self.description.job));
+                command.spec.propagate_exit_code = true;
+                command.spec.run_id.get_or_insert_with(|| format!("job-{}", self.description.job));
                 let create =
                     |_: &ResolvedCommand, run_id: &str, _, _| Ok(RunDir::for_agent(run_id, &self.dir));
                 let place = Place { base: &self.base, group: None, declared: None };
-                let signals = Signals::listen(&stop_signals(&command.signals))?;
+                let signals = Signals::listen(&stop_signals(&command.spec.signals))?;
                 launch::run_workers(&command, place, signals, create).await
             }
         }

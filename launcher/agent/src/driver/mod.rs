@@ -90,7 +90,7 @@ pub async fn run_command(
     group: Group,
     signals: Signals,
 ) -> io::Result<Ending> {
-    sys::close_inherited_on_exec(&plan.spec.descriptors());
+    sys::close_inherited_on_exec(&plan.command.descriptors());
     with_reaper(run, async |run, reaper| {
         let mut workload = CommandWorkload::new(plan, run, &group)?;
         let mut ending = drive(&mut workload, run, reaper, group, signals).await?;

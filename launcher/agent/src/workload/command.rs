@@ -57,7 +57,7 @@ const CONSOLE_FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 /// A job that runs a command, ready to start.
 #[derive(Debug)]
 pub struct CommandPlan<'a> {
-    pub spec: &'a ResolvedCommand,
+    pub command: &'a ResolvedCommand,
     /// CPU affinity of each worker, indexed by local rank.
     pub affinities: Vec<Affinity>,
     /// The environment that the workers inherit.
@@ -67,7 +67,7 @@ pub struct CommandPlan<'a> {
 }
 
 pub(crate) struct CommandWorkload<'a> {
-    spec: &'a ResolvedCommand,
+    command: &'a ResolvedCommand,
     affinities: Vec<Affinity>,
     base: &'a BaseEnvironment,
     run: &'a RunDir,
@@ -102,10 +102,11 @@ struct Attempt {
 
 impl<'a> CommandWorkload<'a> {
     pub(crate) fn new(plan: CommandPlan<'a>, run: &'a RunDir, group: &Group) -> std::io::Result<Self> {
-        let CommandPlan { spec, affinities, base, interface } = plan;
-        let output = Output::new(&bounded(&spec.logs), &spec.role, spec.nproc)?;
+        let CommandPlan { command, affinities, base, interface } = plan;
+        let spec = &command.spec;
+        let output = Output::new(&bounded(&spec.logs), &spec.role, command.nproc)?;
         Ok(Self {
-            spec,
+            command,
             affinities,
             base,
             run,
@@ -138,7 +139,8 @@ impl<'a> CommandWorkload<'a> {
     /// Reports local ranks that have been idle and without output for too long.
     fn report_idle_ranks(&mut self, board: &watch::Sender<Board>, now: Instant) {
         let first = self.attempt.assignment.first_rank;
-        for rank in (0..self.spec.nproc).filter(|rank| !self.heartbeats.reported().contains(&(first + rank)))
+        for rank in
+            (0..self.command.nproc).filter(|rank| !self.heartbeats.reported().contains(&(first + rank)))
         {
             match board.borrow().hint(rank, now) {
                 Some(hint) if self.attempt.stalled.insert(rank) => {
@@ -155,8 +157,8 @@ impl CommandWorkload<'_> {
     fn group(&self, attempt: u32) -> CommandGroup<'_> {
         CommandGroup {
             base: self.base,
-            spec: self.spec,
-            run_id: self.spec.run_id.as_deref().unwrap_or(&self.run.id),
+            command: self.command,
+            run_id: self.command.spec.run_id.as_deref().unwrap_or(&self.run.id),
             socket: &self.run.socket,
             attempt,
             assignment: &self.attempt.assignment,
@@ -168,7 +170,7 @@ impl CommandWorkload<'_> {
     /// The local rank that gets xlaunch's standard input. Only one does, as several readers would steal each other's
     /// lines.
     fn input_rank(&self) -> Option<u32> {
-        let only = self.spec.logs.shown.as_ref().filter(|shown| shown.len() == 1);
+        let only = self.command.spec.logs.shown.as_ref().filter(|shown| shown.len() == 1);
         let only = only.and_then(|shown| shown.first()).copied();
         (self.attempt.assignment.node_rank == 0).then(|| only.unwrap_or(0))
     }
@@ -176,7 +178,7 @@ impl CommandWorkload<'_> {
     /// `OMP_NUM_THREADS` of a rank. The affinity plan counts cores; a container's CPU quota may allow fewer.
     fn threads(&self, rank: u32) -> usize {
         let parallelism = std::thread::available_parallelism().map_or(1, usize::from);
-        let fair_share = (parallelism / self.spec.nproc.max(1) as usize).max(1);
+        let fair_share = (parallelism / self.command.nproc.max(1) as usize).max(1);
         self.affinities.get(rank as usize).map_or(1, Affinity::cores).min(fair_share)
     }
 }
@@ -187,35 +189,36 @@ pub fn stop_signals(signals: &[xlaunch_spec::command::Signal]) -> Vec<Signal> {
 }
 
 /// Describes a launch that has no run yet.
-pub fn launch(spec: &ResolvedCommand) -> board::Launch {
+pub fn launch(command: &ResolvedCommand) -> board::Launch {
     board::Launch {
         kind: JobKind::Command,
         id: String::new(),
-        name: spec.name.clone(),
-        command_line: quote_line(spec.argv.iter().map(AsRef::<OsStr>::as_ref)),
-        max_restarts: spec.restarts.most,
+        name: command.name.clone(),
+        command_line: quote_line(command.argv.iter().map(AsRef::<OsStr>::as_ref)),
+        max_restarts: command.spec.max_restarts,
         total_steps: 0,
         log_dir: PathBuf::new(),
-        stall_timeout: spec.stall_timeout,
+        stall_timeout: command.spec.stall_timeout,
     }
 }
 
 impl Workload for CommandWorkload<'_> {
     fn rules(&self) -> Rules {
+        let spec = &self.command.spec;
         Rules {
-            workers: self.spec.nproc,
+            workers: self.command.nproc,
             kind: Kind::Command,
-            has_restarts: self.spec.restarts.most > 0,
-            requeue_codes: self.spec.requeue_codes.clone(),
-            shutdown_timeout: self.spec.shutdown_timeout,
-            shutdown_timeout_max: self.spec.shutdown_timeout,
-            propagate_exit_code: self.spec.propagate_exit_code,
+            has_restarts: spec.max_restarts > 0,
+            requeue_codes: spec.requeue_codes.clone(),
+            shutdown_timeout: spec.shutdown_timeout,
+            shutdown_timeout_max: spec.shutdown_timeout,
+            propagate_exit_code: spec.propagate_exit_code,
         }
     }
 
     fn launch(&self) -> board::Launch {
         let (id, log_dir) = (self.run.id.clone(), self.run.logs.clone());
-        board::Launch { id, log_dir, ..launch(self.spec) }
+        board::Launch { id, log_dir, ..launch(self.command) }
     }
 
     fn begin_attempt(&mut self, attempt: u32, assignment: &Assignment) -> std::io::Result<()> {
@@ -226,14 +229,14 @@ impl Workload for CommandWorkload<'_> {
         }
         self.output.begin_attempt(assignment.first_rank);
         self.heartbeats.begin_attempt(Instant::now());
-        let files = HeartbeatFiles::create(self.heartbeat_dir(), self.spec.nproc)?;
+        let files = HeartbeatFiles::create(self.heartbeat_dir(), self.command.nproc)?;
         self.attempt.heartbeat_files = Some(files);
         Ok(())
     }
 
     /// Reserves a new port for every attempt, as surviving processes of the last one may still hold its port.
     fn reserve_port(&mut self) -> std::io::Result<u16> {
-        if let Some(chosen) = self.spec.master_port {
+        if let Some(chosen) = self.command.spec.master_port {
             return Ok(chosen);
         }
         // Reserved before the old port is released, so that the new one differs.
@@ -242,10 +245,10 @@ impl Workload for CommandWorkload<'_> {
     }
 
     fn command(&self, attempt: u32, rank: u32, dir: &Path) -> std::io::Result<(Command, Options)> {
-        let spec = self.spec;
-        let (program, arguments) = spec.argv.split_first().map_or((OsStr::new(""), &[][..]), |(p, a)| (p, a));
+        let argv = &self.command.argv;
+        let (program, arguments) = argv.split_first().map_or((OsStr::new(""), &[][..]), |(p, a)| (p, a));
         let mut command = Command::new(program);
-        command.args(arguments.iter().map(|argument| for_rank(argument, rank, spec.is_python)));
+        command.args(arguments.iter().map(|argument| for_rank(argument, rank, self.command.is_python())));
         self.base.apply(&mut command);
         command.envs(worker_environment::command_variables(
             &self.group(attempt),
@@ -261,7 +264,7 @@ impl Workload for CommandWorkload<'_> {
     }
 
     fn preload(&self) -> Option<PreloadPlan> {
-        let (modules, argv) = (self.spec.preload.clone(), self.spec.argv.clone());
+        let (modules, argv) = (self.command.spec.preload.clone(), self.command.argv.clone());
         if modules.is_empty() {
             return None;
         }
@@ -278,7 +281,7 @@ impl Workload for CommandWorkload<'_> {
     }
 
     fn program(&self) -> Option<&OsStr> {
-        self.spec.argv.first().map(AsRef::as_ref)
+        self.command.argv.first().map(AsRef::as_ref)
     }
 
     fn base_environment(&self) -> &BaseEnvironment {
@@ -322,7 +325,10 @@ impl Workload for CommandWorkload<'_> {
     }
 
     fn flight_recorders(&self) -> Option<FlightRecorders> {
-        self.spec.flight_recorder.then(|| FlightRecorders::new(|name| self.base.get(name), &self.run.socket))
+        self.command
+            .spec
+            .flight_recorder
+            .then(|| FlightRecorders::new(|name| self.base.get(name), &self.run.socket))
     }
 
     fn read_heartbeats(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Event> {

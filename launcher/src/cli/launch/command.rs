@@ -39,7 +39,7 @@ pub(in crate::cli) async fn run_command(spec: CommandSpec, group: Option<&Nodes>
         Ok(command) => command,
         Err(refusal) => return refuse(&refusal),
     };
-    if command.flight_recorder && command.logs.dir.is_none() {
+    if command.spec.flight_recorder && command.spec.logs.dir.is_none() {
         let message = "--flight-recorder needs --log-dir: without it, the dumps are removed with the logs";
         return refuse(&Refusal::new(ExitCode::Usage, message));
     }
@@ -53,38 +53,39 @@ pub(in crate::cli) async fn run_command(spec: CommandSpec, group: Option<&Nodes>
 /// Runs the workers of a command. `create` makes the directory of the run, given its id and, if the job may have
 /// several nodes, the place of this node.
 pub(in crate::cli) async fn run_workers(
-    spec: &ResolvedCommand,
+    command: &ResolvedCommand,
     place: Place<'_>,
     mut signals: Signals,
     create: impl FnOnce(&ResolvedCommand, &str, Option<NodePlace>, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ending, Refusal> {
-    let planned = spec.clone();
+    let planned = command.clone();
     let planning =
         off_this_thread(move || affinities(&planned).map_err(|reason| Refusal::new(ExitCode::Usage, reason)));
     let affinities = signals.unless_stopped(AT_START, notify, planning).await?;
-    let work = work::of_command(spec, place.spec());
-    let mut group = place.first_attempt(work, command::launch(spec), &mut signals).await?;
+    let work = work::of_command(command, place.spec());
+    let mut group = place.first_attempt(work, command::launch(command), &mut signals).await?;
     // All nodes use the same run id, whenever they join.
-    let spec = ResolvedCommand { run_id: Some(group.run_id.clone()), ..spec.clone() };
+    let mut command = command.clone();
+    command.spec.run_id = Some(group.run_id.clone());
     let place_in_group = group.may_have_peers().then_some(group.place());
-    let run = match create(&spec, &group.run_id, place_in_group, group.entry.take()) {
+    let run = match create(&command, &group.run_id, place_in_group, group.entry.take()) {
         Ok(run) => run,
         Err(refusal) => {
             group.refuse(&refusal).await;
             return Err(refusal);
         }
     };
-    let logs = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
+    let logs = (command.spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
     let interface = place.spec().and_then(|spec| Interface::of_node(spec, &group.address));
-    let plan = CommandPlan { spec: &spec, affinities, base: place.base, interface };
+    let plan = CommandPlan { command: &command, affinities, base: place.base, interface };
     let ending = driver::run_command(plan, run, group, signals).await.map_err(|error| failed(&error))?;
     Ok(Ending { logs, ..ending })
 }
 
-fn affinities(spec: &ResolvedCommand) -> Result<Vec<Affinity>, String> {
+fn affinities(command: &ResolvedCommand) -> Result<Vec<Affinity>, String> {
     let allowed = rustix::thread::sched_getaffinity(None);
     let allowed = allowed.map_err(|error| format!("failed to read the CPU affinity: {error}"))?;
     // Loading NVML is slow, and only a binding needs the GPUs.
-    let gpus = if spec.binding.is_some() { devices::gpu_addresses() } else { Vec::new() };
-    affinity::plan(spec.binding, spec.nproc, &gpus, Path::new("/sys"), &allowed)
+    let gpus = if command.spec.binding.is_some() { devices::gpu_addresses() } else { Vec::new() };
+    affinity::plan(command.spec.binding, command.nproc, &gpus, Path::new("/sys"), &allowed)
 }

@@ -36,7 +36,7 @@ fn resolved(name: Name, line: &str, variables: &[(&str, &str)]) -> Result<Resolv
     }
 }
 
-fn spec(line: &str, variables: &[(&str, &str)]) -> ResolvedCommand {
+fn command(line: &str, variables: &[(&str, &str)]) -> ResolvedCommand {
     resolved(Name::Xlaunch, line, variables).unwrap_or_else(|refusal| panic!("{line}: {refusal}"))
 }
 
@@ -46,11 +46,11 @@ fn refused(name: Name, line: &str, variables: &[(&str, &str)]) -> String {
 
 #[test]
 fn defaults_match_torchrun() {
-    let spec = spec("dir/train.py --lr 3", &[]);
-    assert_eq!((spec.name.as_str(), spec.role.as_str(), spec.nproc), ("train", "default", 1));
-    assert_eq!(spec.argv, ["py", "-u", "dir/train.py", "--lr", "3"]);
+    let ResolvedCommand { spec, name, argv, nproc } = command("dir/train.py --lr 3", &[]);
+    assert_eq!((name.as_str(), spec.role.as_str(), nproc), ("train", "default", 1));
+    assert_eq!(argv, ["py", "-u", "dir/train.py", "--lr", "3"]);
     assert_eq!((spec.run_id, spec.master_addr.as_str(), spec.master_port), (None, "127.0.0.1", None));
-    assert_eq!((spec.restarts.most, spec.restarts.not_after.len()), (0, 0));
+    assert!(spec.max_restarts == 0 && spec.no_restart_codes.is_empty());
     assert_eq!(spec.signals, [Signal::Term, Signal::Int, Signal::Hup, Signal::Quit]);
     assert_eq!(
         (spec.shutdown_timeout, spec.stall_timeout),
@@ -75,9 +75,9 @@ fn target_is_a_script_a_module_or_a_program() {
         ("-- ./a.out x", "a", vec!["./a.out", "x"]),
         ("-- cat train.toml", "cat", vec!["cat", "train.toml"]),
     ] {
-        let spec = spec(line, &[]);
+        let command = command(line, &[]);
         assert_eq!(
-            (spec.name.as_str(), spec.argv),
+            (command.name.as_str(), command.argv),
             (name, argv.iter().map(OsString::from).collect()),
             "{line}"
         );
@@ -101,7 +101,7 @@ fn target_is_a_script_a_module_or_a_program() {
 
 #[test]
 fn flags_mean_the_same_as_in_torchrun() {
-    let spec = spec(
+    let ResolvedCommand { spec, nproc, .. } = command(
         "--nproc-per-node=2 --role trainer --max_restarts 3 --no-restart-codes 2,78 --shutdown-timeout 5 \
          --signals-to-handle SIGTERM,SIGUSR1 --propagate-exit-code --stall-timeout 60 --numa-binding core-complex \
          --hang-timeout 90 --requeue-codes 85,99 --flight-recorder \
@@ -111,8 +111,8 @@ fn flags_mean_the_same_as_in_torchrun() {
          --node-rank 0 --logs-specs default a.py",
         &[("CUDA_VISIBLE_DEVICES", "3,1")],
     );
-    assert_eq!((spec.nproc, spec.role.as_str(), spec.restarts.most), (2, "trainer", 3));
-    assert_eq!(spec.restarts.not_after, [2, 78].into());
+    assert_eq!((nproc, spec.role.as_str(), spec.max_restarts), (2, "trainer", 3));
+    assert_eq!(spec.no_restart_codes, [2, 78].into());
     assert_eq!(
         (spec.shutdown_timeout, spec.stall_timeout),
         (Duration::from_secs(5), Duration::from_secs(60))
@@ -136,20 +136,20 @@ fn flags_mean_the_same_as_in_torchrun() {
 #[test]
 fn log_dir_that_names_no_directory_counts_as_not_given() {
     for flags in ["--log-dir=", "--log-dir /dev/null"] {
-        assert_eq!(spec(&format!("{flags} a.py"), &[]).logs.dir, None, "{flags}");
+        assert_eq!(command(&format!("{flags} a.py"), &[]).spec.logs.dir, None, "{flags}");
     }
-    assert_eq!(spec("a.py", &[("PET_LOG_DIR", "/dev/null")]).logs.dir, None);
+    assert_eq!(command("a.py", &[("PET_LOG_DIR", "/dev/null")]).spec.logs.dir, None);
 }
 
 #[test]
 fn empty_filter_of_local_ranks_shows_all() {
-    assert_eq!(spec("--local-ranks-filter= a.py", &[]).logs.shown, None);
+    assert_eq!(command("--local-ranks-filter= a.py", &[]).spec.logs.shown, None);
 }
 
 #[test]
 fn nproc_is_a_number_or_a_kind_of_device() {
     for (nproc, workers) in [("7", 7), ("auto", 4), ("gpu", 4), ("cpu", 12)] {
-        assert_eq!(spec(&format!("--nproc {nproc} a.py"), &[]).nproc, workers, "{nproc}");
+        assert_eq!(command(&format!("--nproc {nproc} a.py"), &[]).nproc, workers, "{nproc}");
     }
 }
 
@@ -165,7 +165,7 @@ fn rendezvous_flags_set_the_master_address_and_run_id() {
         ("--rdzv-endpoint= --master-addr h --master-port 5 --local-addr=", None, "h", Some(5)),
         ("--master-addr= --local-addr= --rdzv-id=", None, "127.0.0.1", None),
     ] {
-        let spec = spec(&format!("{flags} a.py"), &[]);
+        let spec = command(&format!("{flags} a.py"), &[]).spec;
         let found = (spec.run_id.as_deref(), spec.master_addr.as_str(), spec.master_port);
         assert_eq!(found, (id, address, port), "{flags}");
     }
@@ -186,13 +186,13 @@ fn environment_variables_replace_missing_flags() {
         // torchrun does not read this variable.
         ("PET_NUMA_BINDING", "node"),
     ];
-    let found = spec("--role mine pkg", &variables);
-    assert_eq!((found.nproc, found.restarts.most, found.role.as_str()), (4, 2, "mine"));
-    assert_eq!(found.argv, ["py", "-u", "-m", "pkg"]);
+    let ResolvedCommand { spec: found, argv, nproc, .. } = command("--role mine pkg", &variables);
+    assert_eq!((nproc, found.max_restarts, found.role.as_str()), (4, 2, "mine"));
+    assert_eq!(argv, ["py", "-u", "-m", "pkg"]);
     assert_eq!(found.preload, ["torch", "torch.nn"]);
     assert_eq!((found.shutdown_timeout.as_secs(), found.logs.prefix.as_deref()), (7, Some("${local_rank} ")));
     assert!(!found.virtual_local_rank && found.binding.is_none());
-    let given = spec("--shutdown-timeout 9 --log-line-prefix-template x pkg", &variables);
+    let given = command("--shutdown-timeout 9 --log-line-prefix-template x pkg", &variables).spec;
     assert_eq!((given.shutdown_timeout.as_secs(), given.logs.prefix.as_deref()), (9, Some("x")));
 }
 

@@ -111,7 +111,7 @@ impl CommandWorkload<'_> {
         });
         let mut hang = hang?;
         let (local, others): (Vec<u32>, Vec<u32>) =
-            hang.culprits.iter().partition(|rank| **rank < self.spec.nproc);
+            hang.culprits.iter().partition(|rank| **rank < self.command.nproc);
         if self.attempt.assignment.has_peers() {
             // If no culprit is on this node, the agent of the first culprit terminates them. All agents collect
             // evidence.
