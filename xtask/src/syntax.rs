@@ -97,10 +97,14 @@ pub(crate) fn is_test(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// Returns whether a `cfg` condition is true only in test builds: `test`, or `all(.., test, ..)`.
+/// Returns whether a `cfg` condition is true only in builds of tests or fuzz targets: `test`, `feature = "fuzzing"`, or
+/// `all(.., test, ..)`.
 fn requires_test(condition: &Meta) -> bool {
     match condition {
         Meta::Path(path) => path.is_ident("test"),
+        Meta::NameValue(pair) => {
+            pair.path.is_ident("feature") && text(&pair.value).as_deref() == Some("fuzzing")
+        }
         Meta::List(list) if list.path.is_ident("all") => list
             .parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated)
             .is_ok_and(|conditions| conditions.iter().any(requires_test)),
@@ -111,8 +115,13 @@ fn requires_test(condition: &Meta) -> bool {
 /// Returns the value of `#[path = "..."]`.
 fn path_attribute(attributes: &[Attribute]) -> Option<String> {
     let attribute = attributes.iter().find(|attribute| attribute.path().is_ident("path"))?;
-    match &attribute.meta.require_name_value().ok()?.value {
-        Expr::Lit(ExprLit { lit: Lit::Str(name), .. }) => Some(name.value()),
+    text(&attribute.meta.require_name_value().ok()?.value)
+}
+
+/// Returns the value of a string literal.
+fn text(value: &Expr) -> Option<String> {
+    match value {
+        Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Some(text.value()),
         _ => None,
     }
 }
@@ -154,7 +163,11 @@ pub(crate) mod tests {
                 "mod a; mod b { mod c; fn f() {} } #[path = \"odd.rs\"] mod d; #[cfg(test)] mod tests;",
             ),
             ("src/a/mod.rs", "mod inner; #[cfg(all(test, unix))] mod tests; #[test] fn t() {}"),
-            ("src/a/inner.rs", "#[cfg(not(test))] fn kept() {} #[cfg(test)] fn dropped() {}"),
+            (
+                "src/a/inner.rs",
+                "#[cfg(not(test))] fn kept() {} #[cfg(test)] fn dropped() {} \
+                 #[cfg(feature = \"fuzzing\")] mod fuzz; #[cfg(feature = \"cuda\")] fn kept() {}",
+            ),
             ("src/b/c.rs", ""),
             ("src/odd.rs", ""),
         ]);
@@ -165,7 +178,7 @@ pub(crate) mod tests {
         assert_eq!(
             found,
             [
-                ("a::inner".into(), "src/a/inner.rs", 1),
+                ("a::inner".into(), "src/a/inner.rs", 2),
                 ("a".into(), "src/a/mod.rs", 0),
                 ("b::c".into(), "src/b/c.rs", 0),
                 ("b".into(), "src/lib.rs", 1),

@@ -31,8 +31,8 @@ pub use prepare::{
     Bos, ChatOptions, Documents, Event, Invalid, MAX_THREADS, OnError, Options, PrepareError, Progress,
     frame, prepare,
 };
-pub use regular::{open_regular, read_regular};
-pub use tokenizer::{Decoder, QWEN2_CLASS, Tokenizer, TokenizerError, token_text};
+pub use regular::{open_regular, read_bounded, read_regular};
+pub use tokenizer::{Decoder, MAX_TOKENIZER_BYTES, QWEN2_CLASS, Tokenizer, TokenizerError, token_text};
 
 /// Name of the file with the tokenizer in a prepared directory, a checkpoint and an export.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";

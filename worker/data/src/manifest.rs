@@ -2,7 +2,7 @@
 //! data.
 
 use std::collections::BTreeSet;
-use std::io::Read;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -147,20 +147,13 @@ impl Manifest {
     /// Reads and checks the manifest of `dir`. Sizes and hashes of the shards are not compared with the files.
     pub fn read(dir: &Path) -> Result<Self, ManifestError> {
         let path = dir.join(Self::FILE);
-        let read =
-            |error: std::io::Error| ManifestError::Read { path: path.clone(), reason: error.to_string() };
-        let file = match crate::open_regular(&path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Err(ManifestError::Missing { dir: dir.into() });
+        let json = crate::read_regular(&path, MAX_BYTES).map_err(|error| match error.kind() {
+            ErrorKind::NotFound => ManifestError::Missing { dir: dir.into() },
+            ErrorKind::FileTooLarge => {
+                ManifestError::Damaged { path: path.clone(), reason: error.to_string() }
             }
-            Err(error) => return Err(read(error)),
-        };
-        let mut json = Vec::new();
-        file.take(MAX_BYTES + 1).read_to_end(&mut json).map_err(read)?;
-        if json.len() as u64 > MAX_BYTES {
-            return Err(ManifestError::Damaged { path, reason: format!("more than {MAX_BYTES} bytes") });
-        }
+            _ => ManifestError::Read { path: path.clone(), reason: error.to_string() },
+        })?;
         Self::parse(&path, &json)
     }
 

@@ -18,10 +18,18 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Reads a whole file that [`open_regular`] opens.
-pub fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
+/// Reads a whole file of at most `max` bytes that [`open_regular`] opens.
+pub fn read_regular(path: &Path, max: u64) -> io::Result<Vec<u8>> {
+    read_bounded(open_regular(path)?, max)
+}
+
+/// Reads everything, which must be at most `max` bytes.
+pub fn read_bounded(from: impl Read, max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    open_regular(path)?.read_to_end(&mut bytes)?;
+    from.take(max.saturating_add(1)).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > max {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("it has more than {max} bytes")));
+    }
     Ok(bytes)
 }
 
@@ -43,6 +51,11 @@ mod tests {
         fs_err::write(path(TOKENIZER_FILE), Tokenizer::bytes().to_json()).unwrap();
         std::os::unix::fs::symlink(path(TOKENIZER_FILE), path("link")).unwrap();
         open_regular(&path("link")).unwrap();
+
+        let size = fs_err::metadata(path("link")).unwrap().len();
+        assert!(read_regular(&path("link"), size).is_ok());
+        let error = read_regular(&path("link"), size - 1).unwrap_err().to_string();
+        assert_eq!(error, format!("it has more than {} bytes", size - 1));
 
         let refused = |error: &dyn std::fmt::Display| error.to_string().contains("it is not a regular file");
         fifo("chat_template.jinja");

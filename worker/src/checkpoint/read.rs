@@ -22,8 +22,8 @@ pub use super::tensors::Arena;
 use super::manifest::{self, Checked, Chunk, Entry, check, hex};
 use super::tensors::{self, Stored};
 use super::{CheckpointError, MODEL, STATE, State, TOKENIZER};
-use crate::data::MAX_TOKENIZER_BYTES;
 use crate::model::layout::Parameters;
+use xlaunch_data::MAX_TOKENIZER_BYTES;
 
 /// Bytes that a thread reads at once. Small in tests, as are chunks.
 const BLOCK_BYTES: u64 = if cfg!(test) { 3 << 10 } else { 4 << 20 };

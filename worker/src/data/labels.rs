@@ -79,7 +79,7 @@ impl Boundaries {
     /// Reads the file of starts.
     pub(super) fn read(path: &Path, tokens: u64) -> Result<Vec<u64>, DataError> {
         let problem = |problem: &str| DataError::Format { path: path.into(), problem: problem.into() };
-        let bytes = read_regular(path).map_err(|error| read_error(path, &error))?;
+        let bytes = read_regular(path, tokens.saturating_mul(8)).map_err(|error| read_error(path, &error))?;
         let starts: Vec<u64> = bytes
             .chunks_exact(8)
             .map(|start| u64::from_le_bytes(start.try_into().unwrap_or_default()))

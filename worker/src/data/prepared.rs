@@ -3,16 +3,12 @@
 //! A manifest names the shards and the tokenizer, so neither has to be configured. The sizes of the shards are compared
 //! with the manifest here; `xlaunch data inspect` compares their hashes.
 
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use xlaunch_data::{Chat, Manifest, Split, TOKENIZER_FILE, Tokenizer, open_regular};
+use xlaunch_data::{Chat, MAX_TOKENIZER_BYTES, Manifest, Split, TOKENIZER_FILE, Tokenizer, read_regular};
 use xlaunch_spec::job::{DataSource, DocumentMode, Invalid, JobSpec};
 
 use super::{DataError, Tokens, source};
-
-/// Size limit for a tokenizer file: common ones have up to 20 MB.
-pub(crate) const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 
 /// A prepared directory.
 #[derive(Clone, Debug)]
@@ -237,17 +233,8 @@ impl TokenizerSource {
     /// Returns the contents of the file, if there is one.
     pub fn json(&self) -> Result<Option<Vec<u8>>, DataError> {
         let Self::File { path, .. } = self else { return Ok(None) };
-        let failed = |reason: String| DataError::Read { path: path.clone(), reason };
-        let file = open_regular(path).map_err(|error| failed(error.to_string()))?;
-        let mut json = Vec::new();
-        file.take(MAX_TOKENIZER_BYTES + 1)
-            .read_to_end(&mut json)
-            .map_err(|error| failed(error.to_string()))?;
-        if json.len() as u64 > MAX_TOKENIZER_BYTES {
-            Err(failed(format!("it has more than {MAX_TOKENIZER_BYTES} bytes")))
-        } else {
-            Ok(Some(json))
-        }
+        let json = read_regular(path, MAX_TOKENIZER_BYTES);
+        json.map(Some).map_err(|error| DataError::Read { path: path.clone(), reason: error.to_string() })
     }
 }
 

@@ -7,17 +7,16 @@
 //!          and four times: tokens of the completion, the completion
 //! ```
 
-use std::io::Read;
 use std::path::Path;
 
 use fs_err::File;
+use xlaunch_data::read_bounded;
 use xlaunch_spec::exit::ExitCode;
 
 use super::losses;
 use crate::data::Batch;
 use crate::error::WorkerError;
 use crate::model::{BackendHandle, Model};
-use xlaunch_spec::quantities::bytes_text;
 use xlaunch_spec::refusal::Refusal;
 
 const MAGIC: i32 = 20_240_522;
@@ -64,17 +63,12 @@ pub fn read(path: &Path) -> Result<Vec<Question>, Refusal> {
         exit: ExitCode::Data,
         message: format!("failed to read {}: {reason}", path.display()),
     };
-    let file = File::open(path).map_err(|error| failed(error.to_string()))?;
-    let mut bytes = Vec::new();
-    file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(|error| failed(error.to_string()))?;
-    parse(&bytes).map_err(failed)
+    let bytes = File::open(path).and_then(|file| read_bounded(file, MAX_BYTES));
+    parse(&bytes.map_err(|error| failed(error.to_string()))?).map_err(failed)
 }
 
 /// Parses a file of questions.
 pub fn parse(bytes: &[u8]) -> Result<Vec<Question>, String> {
-    if bytes.len() as u64 > MAX_BYTES {
-        return Err(format!("larger than {}", bytes_text(MAX_BYTES)));
-    }
     let word = |index: usize| {
         let bytes = bytes.get(4 * index..4 * index + 4)?;
         bytes.try_into().ok().map(i32::from_le_bytes)

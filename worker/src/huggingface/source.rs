@@ -5,7 +5,7 @@
 //! names.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::{self, Read};
+use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -546,14 +546,7 @@ pub(crate) fn open(path: &Path) -> io::Result<(File, u64)> {
 }
 
 pub(crate) fn read_whole(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
-    let (file, _) = open(path).map_err(|error| read_error(path, &error))?;
-    let mut contents = Vec::new();
-    file.take(max + 1).read_to_end(&mut contents).map_err(|error| read_error(path, &error))?;
-    if contents.len() as u64 > max {
-        Err(ModelError::Read { path: path.into(), reason: format!("it has more than {max} bytes") })
-    } else {
-        Ok(contents)
-    }
+    xlaunch_data::read_regular(path, max).map_err(|error| read_error(path, &error))
 }
 
 pub(crate) fn read_error(path: &Path, error: &io::Error) -> ModelError {

@@ -1,14 +1,14 @@
 //! Finds the chat template of a tokenizer, and the files that are copied along with prepared chats.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value as Json, json};
 
 use super::template::Template;
 use crate::tokenizer::{Files, named_tokens};
-use crate::{hash, open_regular, token_text};
+use crate::{hash, open_regular, read_bounded, token_text};
 
 /// Name of the file with a chat template.
 pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
@@ -162,18 +162,13 @@ fn directory(tokenizer: &str) -> Option<PathBuf> {
 
 /// Reads a file that has just been opened; `None` if it does not exist.
 fn read(path: &Path, file: io::Result<File>) -> Result<Option<String>, String> {
-    let failed = |error: io::Error| format!("failed to read {}: {error}", path.display());
-    let file = match file {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(error)),
-    };
-    let mut text = String::new();
-    file.take(MAX_TEMPLATE_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
-    if text.len() as u64 > MAX_TEMPLATE_BYTES {
-        return Err(format!("{} is larger than {} MiB", path.display(), MAX_TEMPLATE_BYTES >> 20));
+    let text = file.and_then(|file| read_bounded(file, MAX_TEMPLATE_BYTES));
+    match text.and_then(|text| {
+        String::from_utf8(text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+    }) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        text => text.map(Some).map_err(|error| format!("failed to read {}: {error}", path.display())),
     }
-    Ok(Some(text))
 }
 
 fn object(name: &str, text: Option<&str>) -> Result<Map<String, Json>, String> {

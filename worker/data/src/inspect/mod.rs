@@ -14,7 +14,9 @@ use side::{MaskReader, StartsReader};
 
 use crate::manifest::{Manifest, ManifestError, Shard, Split};
 use crate::shard::{self, HEADER_BYTES, Layout};
-use crate::{PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError, open_regular, read_regular};
+use crate::{
+    MAX_TOKENIZER_BYTES, PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError, open_regular, read_regular,
+};
 
 const READ_BYTES: usize = 1 << 20;
 
@@ -201,8 +203,8 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
 
 fn tokenizer(dir: &Path, manifest: &Manifest) -> Result<Tokenizer, PrepareError> {
     let path = dir.join(TOKENIZER_FILE);
-    let json =
-        read_regular(&path).map_err(|error| PrepareError::Data(format!("{}: {error}", path.display())))?;
+    let json = read_regular(&path, MAX_TOKENIZER_BYTES)
+        .map_err(|error| PrepareError::Data(format!("{}: {error}", path.display())))?;
     manifest.tokenizer(&json).map_err(|reason| PrepareError::Data(format!("{}: {reason}", path.display())))
 }
 

@@ -1,7 +1,7 @@
 //! Tokens declared in files next to a `tokenizer.json`.
 
 use std::collections::{HashMap, HashSet};
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
@@ -214,12 +214,10 @@ fn declaration<'a>(
 /// Reads an object of JSON, which is empty if there is no such file.
 fn read_object(path: &Path) -> Result<Map<String, Value>, TokenizerError> {
     let failed = |reason: String| TokenizerError::Read { path: path.into(), reason };
-    let file = match crate::open_regular(path) {
-        Ok(file) => file,
+    let json = match crate::read_regular(path, MAX_CONFIG_BYTES) {
+        Ok(json) => json,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Map::new()),
         Err(error) => return Err(failed(error.to_string())),
     };
-    let mut json = Vec::new();
-    file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut json).map_err(|error| failed(error.to_string()))?;
     serde_json::from_slice(&json).map_err(|error| failed(format!("not an object of JSON: {error}")))
 }

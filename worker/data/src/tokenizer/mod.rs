@@ -23,7 +23,6 @@ mod template;
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
@@ -40,7 +39,7 @@ use fast::Fast;
 const METASPACE: char = '\u{2581}';
 
 /// Size limit of a `tokenizer.json`. Those of the largest vocabularies in use have 35 MB.
-const MAX_FILE_BYTES: u64 = 64 << 20;
+pub const MAX_TOKENIZER_BYTES: u64 = 64 << 20;
 /// Lower bound of the size of GPT-2's `tokenizer.json`. Smaller files need not be compared with it.
 const MIN_GPT2_BYTES: usize = 1 << 20;
 /// Pieces without a place to cut that are longer than this take too much memory to be encoded by several threads.
@@ -155,9 +154,7 @@ impl Tokenizer {
             };
             TokenizerError::Read { path: path.into(), reason }
         };
-        let file = crate::open_regular(path).map_err(read)?;
-        let mut json = Vec::new();
-        file.take(MAX_FILE_BYTES + 1).read_to_end(&mut json).map_err(read)?;
+        let json = crate::read_regular(path, MAX_TOKENIZER_BYTES).map_err(read)?;
         let name = path.file_name().map_or_else(|| path.to_string_lossy(), |name| name.to_string_lossy());
         if json.starts_with(crate::LFS_POINTER) {
             return Err(TokenizerError::Read { path: path.into(), reason: crate::LFS_REASON.into() });
@@ -386,8 +383,8 @@ impl Tokenizer {
         added: &[AddedToken],
         declared: &dyn Fn(&HashMap<String, u32>) -> Declared,
     ) -> Result<Self, String> {
-        if json.len() as u64 > MAX_FILE_BYTES {
-            return Err(format!("larger than {} MiB", MAX_FILE_BYTES >> 20));
+        if json.len() as u64 > MAX_TOKENIZER_BYTES {
+            return Err(format!("larger than {} MiB", MAX_TOKENIZER_BYTES >> 20));
         }
         let known = if json.len() < MIN_GPT2_BYTES { &BYTES } else { &GPT2 };
         if known.inner.json.as_bytes() == json {

@@ -186,7 +186,7 @@ fn hostile_files_are_refused() {
     };
     assert!(refusal("").contains("not valid JSON"));
     assert!(refusal(&"[".repeat(100_000)).contains("recursion limit"));
-    assert!(refusal(&format!("[{}1]", "1,".repeat(MAX_FILE_BYTES as usize / 4))).contains("values"));
+    assert!(refusal(&format!("[{}1]", "1,".repeat(MAX_TOKENIZER_BYTES as usize / 4))).contains("values"));
     assert!(refusal("[]").contains("not a JSON object"));
     assert!(refusal("{}").contains("no `model`"));
     assert!(refusal(r#"{"model": {"type": "Unigram"}}"#).contains("`Unigram` is not supported"));
