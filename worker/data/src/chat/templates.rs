@@ -163,9 +163,7 @@ fn directory(tokenizer: &str) -> Option<PathBuf> {
 /// Reads a file that has just been opened; `None` if it does not exist.
 fn read(path: &Path, file: io::Result<File>) -> Result<Option<String>, String> {
     let text = file.and_then(|file| read_bounded(file, MAX_TEMPLATE_BYTES));
-    match text.and_then(|text| {
-        String::from_utf8(text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
-    }) {
+    match text.and_then(|text| String::from_utf8(text).map_err(io::Error::other)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         text => text.map(Some).map_err(|error| format!("failed to read {}: {error}", path.display())),
     }
