@@ -16,7 +16,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
-use xlaunch_proto::v1::{GroupEnd, JobState, NodeRefused, Prepare, StopRequested, Waiting};
+use xlaunch_proto::v1::{Greeting, GroupEnd, JobState, NodeRefused, Prepare, StopRequested, Waiting};
 use xlaunch_spec::exit::ExitCode;
 
 use crate::registry::Entry;
@@ -32,7 +32,6 @@ use xlaunch_cluster::hosting::Tasks;
 use xlaunch_cluster::join::join;
 use xlaunch_cluster::link::{FromGroup, Link};
 use xlaunch_cluster::nodes::Nodes;
-use xlaunch_cluster::work::Work;
 use xlaunch_spec::refusal::Refusal;
 
 /// Maximum number of calls that wait for the driver's task.
@@ -76,13 +75,13 @@ pub(crate) struct Queries {
 /// refused; [`ExitCode::Stopped`] if a user has stopped the launch.
 pub async fn first_attempt(
     nodes: Option<&Nodes>,
-    work: Work,
+    greeting: Greeting,
     launch: Launch,
     notify: impl Fn(&str),
 ) -> Result<Group, Refusal> {
     let mut unwelcome = if nodes.is_some() { Some(Unwelcome::open(&launch).await?) } else { None };
     let joining = tokio::select! {
-        joining = join(nodes, work, &notify) => joining?,
+        joining = join(nodes, greeting, &notify) => joining?,
         refusal = stopped(&mut unwelcome, &notify) => return Err(refusal),
     };
     let Joining { mut link, mut address, mut coordinator, mut tasks, election } = joining;

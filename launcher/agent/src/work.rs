@@ -1,14 +1,13 @@
-//! Describes the work of this agent for the nodes of its job: what all of them must agree on, and the rules for
-//! restarts and membership.
+//! Describes the work of this agent for the nodes of its job, as a [`Greeting`] without its place among them: what all
+//! of them must agree on, and the rules for restarts and membership.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::time::Duration;
 
 use xlaunch_cluster::link::new_instance;
-use xlaunch_cluster::work::Work;
-use xlaunch_host::redact;
-use xlaunch_proto::v1::{GroupRules, Setting};
+use xlaunch_host::{devices, redact};
+use xlaunch_proto::v1::{Greeting, GroupRules, Setting};
 use xlaunch_spec::command::{Backend, CommandSpec, GroupSpec, Restarts, quote_line};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::ids::Digest;
@@ -24,25 +23,23 @@ pub fn of_trainer(
     declared: Option<&JobSpec>,
     workers: u32,
     group: Option<&GroupSpec>,
-) -> Work {
+) -> Greeting {
     let run_id = group.and_then(|group| group.run_id.clone());
     let completed = if declared.is_some() { spec.to_json() } else { Vec::new() };
     let common = declared.unwrap_or(spec);
-    Work {
-        instance: new_instance(),
-        digest: common.digest().0.to_vec(),
+    Greeting {
+        work: common.digest().0.to_vec(),
         settings: settings(common.values()),
         completed,
-        text: format!("job {}", spec.job.name),
+        work_text: format!("job {}", spec.job.name),
         workers,
-        rules: trainer_rules(spec, group),
-        free_run: free_run(Some(&spec.runs_dir()), run_id.as_deref()),
-        run_id,
+        rules: Some(trainer_rules(spec, group)),
+        ..greeting(Some(&spec.runs_dir()), run_id)
     }
 }
 
 /// Describes a command. Nodes may differ in the path of the interpreter and in where they write logs.
-pub fn of_command(command: &ResolvedCommand, group: Option<&GroupSpec>) -> Work {
+pub fn of_command(command: &ResolvedCommand, group: Option<&GroupSpec>) -> Greeting {
     let spec = &command.spec;
     let program = command.argv.first().and_then(|program| Path::new(program).file_name());
     let words: Vec<&OsStr> =
@@ -57,24 +54,29 @@ pub fn of_command(command: &ResolvedCommand, group: Option<&GroupSpec>) -> Work 
     });
     let common = format!("{}\0{}\0{rules:?}", quote_line(shared), spec.role);
     let run_id = group.map_or_else(|| spec.run_id.clone(), |group| group.run_id.clone());
-    let digest = Digest::of(common.as_bytes()).0.to_vec();
     let role = ("--role".to_owned(), spec.role.clone());
-    Work {
-        instance: new_instance(),
-        digest,
+    Greeting {
+        work: Digest::of(common.as_bytes()).0.to_vec(),
         settings: settings(std::iter::once(role).chain(by_flag(&rules))),
-        completed: Vec::new(),
-        text,
+        work_text: text,
         workers: command.nproc,
-        rules,
-        free_run: free_run(spec.logs.dir.as_deref(), run_id.as_deref()),
-        run_id,
+        rules: Some(rules),
+        ..greeting(spec.logs.dir.as_deref(), run_id)
     }
 }
 
 /// `parent` contains the directories of runs, if they are kept.
-fn free_run(parent: Option<&Path>, run_id: Option<&str>) -> u32 {
-    parent.zip(run_id).map_or(1, |(parent, run_id)| run_dir::free_run(parent, run_id))
+fn greeting(parent: Option<&Path>, run_id: Option<String>) -> Greeting {
+    let of_run = parent.zip(run_id.as_deref());
+    Greeting {
+        instance: new_instance(),
+        version: xlaunch_proto::VERSION.into(),
+        host: devices::host_name(),
+        free_run: of_run.map_or(1, |(parent, run_id)| run_dir::free_run(parent, run_id)),
+        run_id: run_id.unwrap_or_default(),
+        new: true,
+        ..Greeting::default()
+    }
 }
 
 fn settings(values: impl IntoIterator<Item = (String, String)>) -> Vec<Setting> {
@@ -149,7 +151,7 @@ mod tests {
     use super::*;
     use crate::resolved_command::tests::command;
 
-    fn work(arguments: &[&str]) -> Work {
+    fn work(arguments: &[&str]) -> Greeting {
         let mut spec = command("train");
         spec.argv.extend(arguments.iter().map(OsString::from));
         of_command(&spec, None)
@@ -158,14 +160,16 @@ mod tests {
     #[test]
     fn script_from_a_pipe_is_the_same_on_all_nodes() {
         let own_file = |number: u32| format!("/proc/{}/fd/{number}", std::process::id());
-        assert_eq!(work(&[&own_file(7)]).digest, work(&[&own_file(8)]).digest);
-        assert_ne!(work(&["/proc/self/fd/7"]).digest, work(&["/proc/self/fd/8"]).digest);
+        assert_eq!(work(&[&own_file(7)]).work, work(&[&own_file(8)]).work);
+        assert_ne!(work(&["/proc/self/fd/7"]).work, work(&["/proc/self/fd/8"]).work);
     }
 
     #[test]
     fn secret_arguments_count_as_a_difference_and_leave_the_node_hidden() {
         let (one, other) = (work(&["--api-key", "tr0ub4dor"]), work(&["--api-key", "correct"]));
-        assert!(one.digest != other.digest && one.text == other.text, "{}", one.text);
-        assert!(one.text.ends_with("--api-key '[redacted]'") && !format!("{one:?}").contains("tr0ub4dor"));
+        assert!(one.work != other.work && one.work_text == other.work_text, "{}", one.work_text);
+        assert!(
+            one.work_text.ends_with("--api-key '[redacted]'") && !format!("{one:?}").contains("tr0ub4dor")
+        );
     }
 }

@@ -17,7 +17,6 @@ use super::net::{self, Dialed, Dialer, ListenError, Listener, Location, Security
 use super::nodes::refuse;
 use super::presence;
 use super::roles::{self, Role, Sight};
-use super::work::Work;
 use xlaunch_spec::refusal::Refusal;
 
 /// Interval between the lookups of the endpoint that may give this node another role.
@@ -45,7 +44,8 @@ pub struct Joining {
 #[derive(Clone, Debug)]
 pub(super) struct Candidacy {
     pub(super) spec: GroupSpec,
-    pub(super) work: Work,
+    /// Without this node's place among the nodes.
+    pub(super) greeting: Greeting,
     pub(super) security: Security,
 }
 
@@ -97,7 +97,7 @@ impl Candidacy {
             probe_port: probe_port.into(),
             min_nodes: spec.nodes.min,
             max_nodes: spec.nodes.max,
-            ..self.work.greeting()
+            ..self.greeting.clone()
         };
         Ok((greeting, ip, tokio::spawn(presence::hold(probe))))
     }

@@ -17,25 +17,28 @@ use super::net;
 use super::nodes::{Nodes, refuse};
 use super::notices::Notices;
 use super::roles::{self, Role, Sight, misplaced};
-use super::work::Work;
 
 /// Interval between lookups of a host name that does not resolve yet.
 const LOCATE_INTERVAL: Duration = Duration::from_millis(500);
 /// Address of the node in a single-node job.
 const LOOPBACK: &str = "127.0.0.1";
 
-/// Introduces this agent to the coordinator: that of the job if it has several nodes, otherwise a local one. `notify`
-/// shows the user a line.
+/// Introduces this agent to the coordinator: that of the job if it has several nodes, otherwise a local one. `greeting`
+/// describes the agent's work, without its place among the nodes. `notify` shows the user a line.
 ///
 /// # Errors
 /// `ExitCode::Rendezvous` if the endpoint or the address of this node is not usable; `ExitCode::Usage` if the token
 /// cannot be used.
-pub async fn join(nodes: Option<&Nodes>, work: Work, notify: impl Fn(&str)) -> Result<Joining, Refusal> {
-    let Some(nodes) = nodes else { return Ok(alone(work).await) };
+pub async fn join(
+    nodes: Option<&Nodes>,
+    greeting: Greeting,
+    notify: impl Fn(&str),
+) -> Result<Joining, Refusal> {
+    let Some(nodes) = nodes else { return Ok(alone(greeting).await) };
     let spec = &nodes.spec;
     let security = nodes.security().await?;
     let (role, sight) = first_role(spec, &notify).await?;
-    let candidacy = Candidacy { spec: spec.clone(), work, security };
+    let candidacy = Candidacy { spec: spec.clone(), greeting, security };
     let joining = match role {
         Role::Coordinator => {
             misplaced(spec, &sight, &net::own_addresses()).iter().for_each(|line| notify(line));
@@ -83,16 +86,11 @@ async fn first_role(spec: &GroupSpec, notify: impl Fn(&str)) -> Result<(Role, Si
     }
 }
 
-async fn alone(work: Work) -> Joining {
+async fn alone(greeting: Greeting) -> Joining {
     let (notices, lines) = mpsc::unbounded_channel();
     let handle = Handle::start(new_coordinator(random_run_id()), true, notices);
-    let greeting = Greeting {
-        node_rank: Some(0),
-        address: LOOPBACK.into(),
-        min_nodes: 1,
-        max_nodes: 1,
-        ..work.greeting()
-    };
+    let greeting =
+        Greeting { node_rank: Some(0), address: LOOPBACK.into(), min_nodes: 1, max_nodes: 1, ..greeting };
     let link = Link::local(&handle, greeting, lines).await;
     Joining { link, address: LOOPBACK.into(), coordinator: Some(handle), tasks: None, election: None }
 }

@@ -5,7 +5,7 @@
 //!   driver <--mpsc--> coordinator (task, owns state) <--gRPC stream, TLS--> link (task) <--mpsc--> driver
 //! ```
 //! Before the link:
-//! - [`nodes`]: settings of a job on several nodes; [`work`]: what its agents must agree on;
+//! - [`nodes`]: settings of a job on several nodes;
 //! - [`join`]: from the start of an agent to its link; [`candidacy`]: assumes a role, as the coordinator or not;
 //! - `roles`: decides which node runs the coordinator (pure); `notices` and [`refusals`]: decide when to tell the user
 //!   what keeps a node from joining (pure);
@@ -42,7 +42,6 @@ mod roles;
 mod service;
 pub mod shared;
 pub mod state;
-pub mod work;
 
 use xlaunch_proto::v1::{Begin, Prepare};
 

@@ -83,9 +83,9 @@ async fn run_workers(
         bench: Some(Bench { kind: Some(kind) }),
         rank_threads: mode == Mode::Threads,
     };
-    let work = work::of_trainer(&spec, None, placement.workers, None);
+    let greeting = work::of_trainer(&spec, None, placement.workers, None);
     let signals = Signals::listen(&trainer::STOP_SIGNALS)?;
-    let group = waiting::first_attempt(None, work, trainer::launch(&spec), |_| {}).await?;
+    let group = waiting::first_attempt(None, greeting, trainer::launch(&spec), |_| {}).await?;
     let run = RunDir::create(&spec, &group.run_id, None)?;
     let logs = run.logs.clone();
     let ended = driver::run_trainer(plan, run, group, signals).await;

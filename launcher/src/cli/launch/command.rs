@@ -62,8 +62,8 @@ pub(in crate::cli) async fn run_workers(
     let planning =
         off_this_thread(move || affinities(&planned).map_err(|reason| Refusal::new(ExitCode::Usage, reason)));
     let affinities = signals.unless_stopped(AT_START, notify, planning).await?;
-    let work = work::of_command(command, place.spec());
-    let mut group = place.first_attempt(work, command::launch(command), &mut signals).await?;
+    let greeting = work::of_command(command, place.spec());
+    let mut group = place.first_attempt(greeting, command::launch(command), &mut signals).await?;
     // All nodes use the same run id, whenever they join.
     let mut command = command.clone();
     command.spec.run_id = Some(group.run_id.clone());

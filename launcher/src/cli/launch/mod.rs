@@ -6,7 +6,7 @@ mod load;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use xlaunch_proto::v1::Prepare;
+use xlaunch_proto::v1::{Greeting, Prepare};
 use xlaunch_spec::command::GroupSpec;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
@@ -33,7 +33,6 @@ use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock, TrainerPlan};
 use xlaunch_agent::{report, run_summary, workload};
 use xlaunch_cluster::nodes::Nodes;
 use xlaunch_cluster::shared::{self, Mark};
-use xlaunch_cluster::work::Work;
 use xlaunch_host::devices::Placement;
 use xlaunch_host::libraries::Libraries;
 use xlaunch_host::signals::Signals;
@@ -103,12 +102,12 @@ impl Place<'_> {
     /// Waits for the first attempt of which this node is a member, unless a signal comes before.
     async fn first_attempt(
         &self,
-        work: Work,
+        greeting: Greeting,
         launch: board::Launch,
         signals: &mut Signals,
     ) -> Result<Group, Refusal> {
         let when = if self.group.is_some() { WAITING } else { AT_START };
-        let joined = waiting::first_attempt(self.group, work, launch, notify);
+        let joined = waiting::first_attempt(self.group, greeting, launch, notify);
         signals.unless_stopped(when, notify, joined).await
     }
 }
@@ -133,10 +132,10 @@ pub(super) async fn train(
     mut signals: Signals,
     create: impl FnOnce(&JobSpec, &str, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ending, Refusal> {
-    let work = work::of_trainer(spec, place.declared, placement.workers, place.spec());
-    let mark = place.group.map(|_| Mark::leave(&shared::directory(spec), &work.instance));
+    let greeting = work::of_trainer(spec, place.declared, placement.workers, place.spec());
+    let mark = place.group.map(|_| Mark::leave(&shared::directory(spec), &greeting.instance));
     let mark = mark.transpose().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
-    let mut group = place.first_attempt(work, workload::trainer::launch(spec), &mut signals).await?;
+    let mut group = place.first_attempt(greeting, workload::trainer::launch(spec), &mut signals).await?;
     let spec = &as_completed(spec, &group.first);
     let checks = signals.unless_stopped(AT_START, notify, preflight(spec, &group)).await;
     let ready = checks.and_then(|checks| ready(spec, placement, &mut group, checks, create));

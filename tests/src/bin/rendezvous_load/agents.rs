@@ -137,21 +137,13 @@ fn link(plan: &Plan, node: u32, security: Security) -> Link {
     let mut spec = JobSpec::default();
     spec.launch.max_restarts = 0;
     let workers = workers(plan, node);
-    let work = work::of_trainer(&spec, None, workers, Some(&group));
     let greeting = Greeting {
-        instance: work.instance,
-        version: xlaunch_proto::VERSION.into(),
-        work: work.digest,
-        work_text: work.text,
         node_rank: Some(node),
         host: format!("node{node}"),
         address: Ipv4Addr::LOCALHOST.to_string(),
-        workers,
         min_nodes: plan.nodes,
         max_nodes: plan.nodes,
-        new: true,
-        rules: Some(work.rules),
-        ..Greeting::default()
+        ..work::of_trainer(&spec, None, workers, Some(&group))
     };
     Link::remote(endpoint, security, greeting, JOIN_TIMEOUT)
 }
