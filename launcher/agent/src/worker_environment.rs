@@ -8,11 +8,11 @@ use xlaunch_proto::env;
 
 use crate::base_environment::BaseEnvironment;
 use crate::python::flight_recorder;
-use crate::resolved_command::ResolvedCommand;
 use xlaunch_cluster::Assignment;
 use xlaunch_host::devices::Placement;
 use xlaunch_host::libraries::Libraries;
 use xlaunch_host::network::Interface;
+use xlaunch_spec::command::CommandSpec;
 
 /// Variables whose value differs between workers or attempts, in addition to `CUDA_VISIBLE_DEVICES` with virtual local
 /// ranks.
@@ -31,19 +31,30 @@ const OF_ONE_WORKER: [&str; 8] = [
 /// of rank 0.
 pub const RANK_THREADS: &str = "--rank-threads";
 
-/// Settings that the built-in trainer's workers of one attempt share.
+/// Settings that the workers of one attempt share, for workers of both kinds.
 #[derive(Clone, Debug)]
-pub(crate) struct TrainerGroup<'a> {
+pub(crate) struct Shared<'a> {
     pub(crate) base: &'a BaseEnvironment,
+    /// `TORCHELASTIC_RUN_ID`: the id that the user chose for a command, or else the run's.
     pub(crate) run_id: &'a str,
     /// Socket on which the agent listens.
     pub(crate) socket: &'a Path,
-    pub(crate) placement: &'a Placement,
     /// Attempt number, counted from 0.
     pub(crate) attempt: u32,
     pub(crate) max_restarts: u32,
+    /// Number of workers on this node.
+    pub(crate) workers: u32,
+    pub(crate) role: &'a str,
+    pub(crate) master_address: &'a str,
     /// Place of this node in the job.
     pub(crate) assignment: &'a Assignment,
+}
+
+/// Settings that the built-in trainer's workers of one attempt share.
+#[derive(Clone, Debug)]
+pub(crate) struct TrainerGroup<'a> {
+    pub(crate) shared: Shared<'a>,
+    pub(crate) placement: &'a Placement,
     /// Address at which other nodes reach this one.
     pub(crate) address: &'a str,
     /// True if a single process runs all ranks as threads.
@@ -55,18 +66,8 @@ pub(crate) struct TrainerGroup<'a> {
 /// Settings that a command's workers of one attempt share.
 #[derive(Clone, Debug)]
 pub(crate) struct CommandGroup<'a> {
-    pub(crate) base: &'a BaseEnvironment,
-    pub(crate) command: &'a ResolvedCommand,
-    /// `TORCHELASTIC_RUN_ID`: the id that the user chose, or else the run's.
-    pub(crate) run_id: &'a str,
-    /// Socket on which the agent listens.
-    pub(crate) socket: &'a Path,
-    /// Attempt number, counted from 0.
-    pub(crate) attempt: u32,
-    /// Place of this node in the job.
-    pub(crate) assignment: &'a Assignment,
-    /// True if the job may have several nodes. They get the address of node rank 0 from the coordinator.
-    pub(crate) may_have_peers: bool,
+    pub(crate) shared: Shared<'a>,
+    pub(crate) spec: &'a CommandSpec,
     /// Network interface of this node's address, if the job may have several nodes.
     pub(crate) interface: Option<&'a Interface>,
 }
@@ -74,7 +75,7 @@ pub(crate) struct CommandGroup<'a> {
 /// Builds the command of one of the built-in trainer's workers. All other variables (`NCCL_*`, `NVSHMEM_*`, `TORCH_*`,
 /// ...) are inherited unchanged.
 pub(crate) fn trainer_command(group: &TrainerGroup<'_>, local_rank: u32) -> std::io::Result<Command> {
-    let mut command = match group.base.get(env::WORKER_PROGRAM) {
+    let mut command = match group.shared.base.get(env::WORKER_PROGRAM) {
         Some(program) => Command::new(program),
         None => {
             let mut command = Command::new(own_program()?);
@@ -83,7 +84,7 @@ pub(crate) fn trainer_command(group: &TrainerGroup<'_>, local_rank: u32) -> std:
         }
     };
     command.args(group.rank_threads.then_some(RANK_THREADS));
-    group.base.apply(&mut command);
+    group.shared.base.apply(&mut command);
     command.envs(group.libraries.into_iter().flat_map(Libraries::variables));
     command.envs(trainer_variables(group, local_rank));
     Ok(command)
@@ -98,35 +99,26 @@ fn own_program() -> std::io::Result<PathBuf> {
 
 fn trainer_variables(group: &TrainerGroup<'_>, local_rank: u32) -> Vec<(&'static str, OsString)> {
     let device = if group.placement.cuda { format!("cuda:{local_rank}") } else { "cpu".into() };
-    let shared = Shared {
-        run_id: group.run_id,
-        socket: group.socket,
-        attempt: group.attempt,
-        max_restarts: group.max_restarts,
-        workers: group.placement.workers,
-        role: "default",
-        master_address: &group.assignment.master_address,
-        assignment: group.assignment,
-    };
-    let mut all = shared.variables(local_rank);
+    let Shared { base, assignment, .. } = group.shared;
+    let mut all = group.shared.variables(local_rank);
     all.push(("LOCAL_RANK", local_rank.to_string().into()));
     all.push((env::DEVICE, device.into()));
-    if group.base.get("OMP_NUM_THREADS").is_none() {
+    if base.get("OMP_NUM_THREADS").is_none() {
         all.push(("OMP_NUM_THREADS", group.placement.threads.to_string().into()));
     }
     if let Some(visible) = &group.placement.visible {
         all.push(("CUDA_VISIBLE_DEVICES", visible.into()));
     }
-    if group.assignment.has_peers() {
+    if assignment.has_peers() {
         all.push((env::ADVERTISED_ADDRESS, group.address.into()));
-        if group.assignment.writers < group.assignment.world {
-            all.push((env::WRITERS, group.assignment.writers.to_string().into()));
+        if assignment.writers < assignment.world {
+            all.push((env::WRITERS, assignment.writers.to_string().into()));
         }
         return all;
     }
     // All ranks are on this node, so the loopback interface is enough for NCCL's bootstrap. By default, NCCL would
     // listen on the first other interface.
-    if group.base.get("NCCL_SOCKET_IFNAME").is_none() {
+    if base.get("NCCL_SOCKET_IFNAME").is_none() {
         all.push(("NCCL_SOCKET_IFNAME", "lo".into()));
     }
     all
@@ -142,22 +134,8 @@ pub(crate) fn command_variables(
     dir: &Path,
     threads: usize,
 ) -> Vec<(&'static str, OsString)> {
-    let (spec, inherited) = (&group.command.spec, |name: &str| group.base.get(name));
-    let shared = Shared {
-        run_id: group.run_id,
-        socket: group.socket,
-        attempt: group.attempt,
-        max_restarts: spec.max_restarts,
-        workers: group.command.nproc,
-        role: &spec.role,
-        master_address: if group.may_have_peers {
-            &group.assignment.master_address
-        } else {
-            &spec.master_addr
-        },
-        assignment: group.assignment,
-    };
-    let mut all = shared.variables(local_rank);
+    let (spec, inherited) = (group.spec, |name: &str| group.shared.base.get(name));
+    let mut all = group.shared.variables(local_rank);
     if spec.virtual_local_rank {
         all.push(("LOCAL_RANK", "0".into()));
         all.push(("CUDA_VISIBLE_DEVICES", own_gpu(local_rank, inherited("CUDA_VISIBLE_DEVICES"))));
@@ -181,7 +159,7 @@ pub(crate) fn command_variables(
     }
     all.extend(interface_variables(group));
     if spec.flight_recorder {
-        all.extend(flight_recorder::variables(&inherited, dir, group.socket));
+        all.extend(flight_recorder::variables(&inherited, dir, group.shared.socket));
     }
     all
 }
@@ -189,14 +167,16 @@ pub(crate) fn command_variables(
 /// Tells gloo and NCCL which network interface connects the nodes. Otherwise both search for one themselves; gloo goes
 /// by the host name, which often resolves to the loopback interface.
 fn interface_variables(group: &CommandGroup<'_>) -> Vec<(&'static str, OsString)> {
-    let Some(interface) = group.interface.filter(|_| group.assignment.has_peers()) else { return Vec::new() };
+    let Some(interface) = group.interface.filter(|_| group.shared.assignment.has_peers()) else {
+        return Vec::new();
+    };
     let names: &[&'static str] = if interface.is_chosen_by_user {
         // NCCL must then use the user's choice too.
         &["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
     } else {
         &["GLOO_SOCKET_IFNAME"]
     };
-    let unset = names.iter().filter(|name| group.base.get(name).is_none());
+    let unset = names.iter().filter(|name| group.shared.base.get(name).is_none());
     unset.map(|name| (*name, interface.name.clone().into())).collect()
 }
 
@@ -213,18 +193,6 @@ fn own_gpu(local_rank: u32, visible: Option<OsString>) -> OsString {
     let Some(visible) = visible else { return rank.into() };
     let visible = visible.to_string_lossy();
     visible.split(',').nth(local_rank as usize).map_or(rank, |gpu| gpu.trim().to_owned()).into()
-}
-
-/// Variables that workers of both kinds get.
-struct Shared<'a> {
-    run_id: &'a str,
-    socket: &'a Path,
-    attempt: u32,
-    max_restarts: u32,
-    workers: u32,
-    role: &'a str,
-    master_address: &'a str,
-    assignment: &'a Assignment,
 }
 
 impl Shared<'_> {
@@ -261,32 +229,34 @@ mod tests {
     use super::*;
     use crate::resolved_command::{self, Signal};
 
-    fn command() -> ResolvedCommand {
-        let mut command = ResolvedCommand { nproc: 2, ..resolved_command::tests::command("train") };
-        (command.spec.role, command.spec.max_restarts) = ("trainer".into(), 3);
-        command.spec.signals = vec![Signal::Term, Signal::Hup];
-        command
+    fn spec() -> CommandSpec {
+        CommandSpec {
+            role: "trainer".into(),
+            max_restarts: 3,
+            signals: vec![Signal::Term, Signal::Hup],
+            ..resolved_command::tests::command("train").spec
+        }
     }
 
     /// The variables of rank 1 of 2 in the second attempt.
-    fn variables(command: &ResolvedCommand, inherited: &[(&str, &str)]) -> BTreeMap<&'static str, String> {
+    fn variables(spec: &CommandSpec, inherited: &[(&str, &str)]) -> BTreeMap<&'static str, String> {
         let socket = Path::new("/run/agent.sock");
         let inherited = inherited.iter().map(|(name, value)| ((*name).into(), (*value).into()));
         let base = &BaseEnvironment::Submitted(inherited.collect());
         let assignment =
             &Assignment { nodes: 1, world: 2, restarts: 1, master_port: 20_001, ..Assignment::default() };
-        let interface = None;
-        let may_have_peers = false;
-        let group = CommandGroup {
+        let shared = Shared {
             base,
-            command,
             run_id: "id",
             socket,
             attempt: 1,
+            max_restarts: spec.max_restarts,
+            workers: 2,
+            role: &spec.role,
+            master_address: &spec.master_addr,
             assignment,
-            may_have_peers,
-            interface,
         };
+        let group = CommandGroup { shared, spec, interface: None };
         let all = command_variables(&group, 1, Path::new("/logs/1"), 6);
         let count = all.len();
         let map: BTreeMap<_, _> =
@@ -297,7 +267,7 @@ mod tests {
 
     #[test]
     fn command_workers_get_torchruns_variables() {
-        let found = variables(&command(), &[("CUDA_VISIBLE_DEVICES", "4,5")]);
+        let found = variables(&spec(), &[("CUDA_VISIBLE_DEVICES", "4,5")]);
         for (name, value) in [
             ("RANK", "1"),
             ("LOCAL_RANK", "1"),
@@ -328,18 +298,17 @@ mod tests {
     fn variables_set_by_the_user_are_kept() {
         let inherited =
             [("OMP_NUM_THREADS", "5"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"), ("PYTHONFAULTHANDLER", "")];
-        let found = variables(&command(), &inherited);
+        let found = variables(&spec(), &inherited);
         assert!(!found.contains_key("OMP_NUM_THREADS") && !found.contains_key("PYTHONFAULTHANDLER"));
         assert_eq!(found["TORCH_NCCL_ASYNC_ERROR_HANDLING"], "3");
     }
 
     #[test]
     fn virtual_local_rank_sees_its_entry_of_the_inherited_list() {
-        let mut command = command();
-        command.spec.virtual_local_rank = true;
+        let spec = CommandSpec { virtual_local_rank: true, ..spec() };
         for (visible, own) in [(None, "1"), (Some("GPU-a, GPU-b"), "GPU-b"), (Some("7,3"), "3")] {
             let inherited = visible.map(|list| ("CUDA_VISIBLE_DEVICES", list));
-            let found = variables(&command, inherited.as_slice());
+            let found = variables(&spec, inherited.as_slice());
             assert_eq!((found["LOCAL_RANK"].as_str(), found["CUDA_VISIBLE_DEVICES"].as_str()), ("0", own));
         }
     }

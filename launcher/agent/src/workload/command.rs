@@ -35,7 +35,7 @@ use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
 use crate::template::fill;
 use crate::waiting::Group;
-use crate::worker_environment::{self, CommandGroup};
+use crate::worker_environment::{self, CommandGroup, Shared};
 use crate::workload::heartbeat::HeartbeatMonitor;
 use crate::workload::heartbeat::files::{self, HeartbeatFiles};
 use crate::workload::{Hang, Workload};
@@ -155,16 +155,21 @@ impl<'a> CommandWorkload<'a> {
 
 impl CommandWorkload<'_> {
     fn group(&self, attempt: u32) -> CommandGroup<'_> {
-        CommandGroup {
+        let ResolvedCommand { spec, nproc, .. } = self.command;
+        let assignment = &self.attempt.assignment;
+        let shared = Shared {
             base: self.base,
-            command: self.command,
-            run_id: self.command.spec.run_id.as_deref().unwrap_or(&self.run.id),
+            run_id: spec.run_id.as_deref().unwrap_or(&self.run.id),
             socket: &self.run.socket,
             attempt,
-            assignment: &self.attempt.assignment,
-            may_have_peers: self.may_have_peers,
-            interface: self.interface.as_ref(),
-        }
+            max_restarts: spec.max_restarts,
+            workers: *nproc,
+            role: &spec.role,
+            // Jobs that may have several nodes get the address of node rank 0 from the coordinator.
+            master_address: if self.may_have_peers { &assignment.master_address } else { &spec.master_addr },
+            assignment,
+        };
+        CommandGroup { shared, spec, interface: self.interface.as_ref() }
     }
 
     /// The local rank that gets xlaunch's standard input. Only one does, as several readers would steal each other's

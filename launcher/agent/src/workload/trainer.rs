@@ -39,7 +39,7 @@ use crate::sinks::{self, Sinks};
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
 use crate::waiting::Group;
-use crate::worker_environment::{self, TrainerGroup};
+use crate::worker_environment::{self, Shared, TrainerGroup};
 use crate::workload::checkpoint_requests::{CheckpointRequests, Requester};
 use crate::workload::hang::HangDetector;
 use crate::workload::host_memory::SaveBuffers;
@@ -302,17 +302,24 @@ impl Workload for TrainerWorkload<'_> {
     }
 
     fn command(&self, attempt: u32, rank: u32, _dir: &Path) -> std::io::Result<(Command, Options)> {
-        let group = TrainerGroup {
-            address: &self.address,
-            base: self.plan.base,
+        let (plan, assignment) = (&self.plan, &self.attempt.assignment);
+        let shared = Shared {
+            base: plan.base,
             run_id: &self.run.id,
             socket: &self.run.socket,
-            placement: self.plan.placement,
             attempt,
-            max_restarts: self.plan.spec.launch.max_restarts,
-            assignment: &self.attempt.assignment,
-            rank_threads: self.plan.rank_threads,
-            libraries: self.plan.libraries,
+            max_restarts: plan.spec.launch.max_restarts,
+            workers: plan.placement.workers,
+            role: "default",
+            master_address: &assignment.master_address,
+            assignment,
+        };
+        let group = TrainerGroup {
+            shared,
+            placement: plan.placement,
+            address: &self.address,
+            rank_threads: plan.rank_threads,
+            libraries: plan.libraries,
         };
         let mut command = worker_environment::trainer_command(&group, rank)?;
         let mut inherited =
