@@ -9,6 +9,7 @@ use nvml_wrapper::enum_wrappers::device::{EccCounter, MemoryError, TemperatureSe
 use nvml_wrapper::error::NvmlError;
 use tokio::sync::watch;
 use xlaunch_host::devices::nvml_problem;
+use xlaunch_proto::v1::Gpu;
 
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -21,29 +22,24 @@ pub(crate) struct Inventory {
     pub(crate) problem: String,
 }
 
-/// State of one GPU at one moment. Measurements that the GPU does not support are `None`.
+/// State of one GPU at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct GpuFacts {
-    pub(crate) index: u32,
-    pub(crate) uuid: String,
+    /// The message about the GPU, without its jobs. Measurements that the GPU does not support are `None`.
+    pub(crate) status: Gpu,
     /// Minor number of the device node, `/dev/nvidia<minor>`.
     pub(crate) minor: Option<u32>,
-    pub(crate) name: String,
     /// A fault that needs an operator's attention.
     pub(crate) sick: Option<String>,
     /// Number of compute processes on the GPU.
     pub(crate) processes: usize,
-    pub(crate) busy_percent: Option<f64>,
-    pub(crate) memory_used_bytes: Option<u64>,
-    pub(crate) memory_bytes: Option<u64>,
-    pub(crate) power_watts: Option<f64>,
-    pub(crate) temperature_celsius: Option<f64>,
 }
 
 impl GpuFacts {
     /// Returns whether the GPU is in this list of UUIDs and indices.
     pub(super) fn is_among(&self, named: &[String]) -> bool {
-        named.iter().any(|named| *named == self.uuid || *named == self.index.to_string())
+        let Gpu { index, uuid, .. } = &self.status;
+        named.iter().any(|named| named == uuid || *named == index.to_string())
     }
 }
 
@@ -97,8 +93,8 @@ fn poll() -> Inventory {
 
 fn facts(nvml: &Nvml, index: u32) -> GpuFacts {
     let lost = |error: NvmlError| GpuFacts {
-        index,
         // The UUID is unknown. No job holds a GPU without UUID, and as a sick GPU it gets no new one.
+        status: Gpu { index, ..Gpu::default() },
         sick: Some(format!("the driver cannot read it: {error}")),
         ..GpuFacts::default()
     };
@@ -112,17 +108,21 @@ fn facts(nvml: &Nvml, index: u32) -> GpuFacts {
     };
     let errors = device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile).unwrap_or(0);
     let memory = device.memory_info().ok();
-    GpuFacts {
+    let status = Gpu {
         index,
         uuid,
-        minor: device.minor_number().ok(),
         name: device.name().unwrap_or_default(),
-        sick: (errors > 0).then(|| format!("{errors} uncorrected ECC errors since the driver was loaded")),
-        processes: device.running_compute_processes().map_or(0, |processes| processes.len()),
         busy_percent: device.utilization_rates().ok().map(|rates| f64::from(rates.gpu)),
         memory_used_bytes: memory.as_ref().map(|memory| memory.used),
         memory_bytes: memory.as_ref().map(|memory| memory.total),
         power_watts: device.power_usage().ok().map(|milliwatts| f64::from(milliwatts) / 1000.0),
         temperature_celsius: device.temperature(TemperatureSensor::Gpu).ok().map(f64::from),
+        ..Gpu::default()
+    };
+    GpuFacts {
+        status,
+        minor: device.minor_number().ok(),
+        sick: (errors > 0).then(|| format!("{errors} uncorrected ECC errors since the driver was loaded")),
+        processes: device.running_compute_processes().map_or(0, |processes| processes.len()),
     }
 }

@@ -129,22 +129,12 @@ pub(super) fn unusable(gpu: &GpuFacts, reserved: &[String]) -> Option<(GpuState,
 /// `jobs.leave_gpus`.
 pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, reserved: &[String]) -> NodeStatus {
     let gpu = |facts: &GpuFacts| {
-        let mut gpu = Gpu {
-            index: facts.index,
-            uuid: facts.uuid.clone(),
-            name: facts.name.clone(),
-            job: jobs.holder(&facts.uuid).unwrap_or(0),
-            busy_percent: facts.busy_percent,
-            memory_used_bytes: facts.memory_used_bytes,
-            memory_bytes: facts.memory_bytes,
-            power_watts: facts.power_watts,
-            temperature_celsius: facts.temperature_celsius,
-            ..Gpu::default()
-        };
-        let (state, reason) = match (gpu.job, jobs.drained_gpus.get(&facts.uuid), unusable(facts, reserved)) {
+        let mut gpu = facts.status.clone();
+        gpu.job = jobs.holder(&gpu.uuid).unwrap_or(0);
+        let (state, reason) = match (gpu.job, jobs.drained_gpus.get(&gpu.uuid), unusable(facts, reserved)) {
             (1.., _, _) => (GpuState::Held, facts.sick.clone().unwrap_or_default()),
             // The processes of the examination would count as foreign.
-            (0, _, _) if jobs.is_examined(&facts.uuid) => {
+            (0, _, _) if jobs.is_examined(&gpu.uuid) => {
                 (GpuState::Examined, "`xlaunch doctor` examines it".into())
             }
             (0, _, Some((GpuState::Sick, reason))) => (GpuState::Sick, reason),
@@ -189,7 +179,10 @@ mod tests {
 
     #[test]
     fn gpu_state_names_what_keeps_jobs_off_it() {
-        let gpu = |index: u32| GpuFacts { index, uuid: format!("GPU-{index}"), ..GpuFacts::default() };
+        let gpu = |index: u32| GpuFacts {
+            status: Gpu { index, uuid: format!("GPU-{index}"), ..Gpu::default() },
+            ..GpuFacts::default()
+        };
         let inventory = Inventory {
             gpus: vec![
                 gpu(0),

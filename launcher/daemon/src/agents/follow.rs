@@ -373,8 +373,8 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::agents::facts::Facts;
     use crate::agents::process::AgentProcess;
-    use crate::agents::start::Facts;
     use crate::files::StartOptions;
 
     fn job_start(user: &str) -> JobStart {

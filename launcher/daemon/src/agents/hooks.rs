@@ -20,7 +20,8 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::start::{Facts, HookStart, took_too_long};
+use super::facts::Facts;
+use super::start::{HookStart, took_too_long};
 use super::unit::Unit;
 use super::{AgentStarter, user_to_switch_to};
 use crate::config::{HooksSection, RunAs, check};

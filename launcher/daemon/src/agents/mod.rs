@@ -13,11 +13,13 @@
 //!
 //! - [`follow`]: the task that follows one start of a job; [`connect`]: connections to agents;
 //! - `process`, `unit`: an agent as a detached process, or as a systemd unit; [`task_cgroup`]: limits of the former;
-//! - [`start`]: what is started: agents, and processes of the daemon itself, which are [`hooks`] and [`examination`].
+//! - [`start`]: what is started: agents, and processes of the daemon itself, which are [`hooks`] and [`examination`];
+//! - [`facts`]: what hooks get to know about a job.
 
 mod client;
 pub(crate) mod connect;
 pub(crate) mod examination;
+pub(crate) mod facts;
 pub(crate) mod follow;
 pub(crate) mod hooks;
 mod process;

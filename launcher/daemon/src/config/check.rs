@@ -117,6 +117,7 @@ pub(crate) fn unknown_gpus(jobs: &JobsSection, inventory: &Inventory) -> Vec<Str
 mod tests {
     use super::*;
     use crate::gpus::GpuFacts;
+    use xlaunch_proto::v1::Gpu;
 
     #[test]
     fn hook_that_cannot_run_is_refused_with_its_place() {
@@ -162,7 +163,8 @@ mod tests {
 
     #[test]
     fn misspelt_gpu_is_named_unless_the_gpus_are_unknown() {
-        let gpu = GpuFacts { index: 0, uuid: "GPU-a".into(), ..GpuFacts::default() };
+        let status = Gpu { uuid: "GPU-a".into(), ..Gpu::default() };
+        let gpu = GpuFacts { status, ..GpuFacts::default() };
         let inventory = Inventory { gpus: vec![gpu], problem: String::new() };
         let jobs = JobsSection {
             leave_gpus: ["0", "GPU-a", "1", "GPU-b"].map(str::to_owned).to_vec(),

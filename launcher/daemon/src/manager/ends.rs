@@ -3,8 +3,8 @@
 use tracing::warn;
 
 use super::Manager;
+use crate::agents::facts::Facts;
 use crate::agents::hooks::Moment;
-use crate::agents::start::Facts;
 use crate::files::JobResult;
 use crate::runtime::Stop;
 use crate::state::{End, Entry, Phase, Record, Usage, bounded};

@@ -126,8 +126,8 @@ impl Manager {
     }
 
     fn drain(&mut self, caller: &Caller, drain: &DrainRequest) -> Result<NodeStatus, CommandError> {
-        let known: Vec<_> =
-            self.setup.gpus.borrow().gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
+        let gpus = self.setup.gpus.borrow().gpus.clone();
+        let known: Vec<_> = gpus.into_iter().map(|gpu| (gpu.status.index, gpu.status.uuid)).collect();
         self.write(Jobs::drain(caller, drain, &known, self.now())?)?;
         let DrainRequest { gpus, undo, reason } = drain;
         let target = if gpus.is_empty() { "the node".into() } else { format!("GPU {}", gpus.join(", ")) };

@@ -32,9 +32,9 @@ impl Manager {
         let slot = |gpu: &GpuFacts| {
             let unusable = snapshot::unusable(gpu, &config.leave_gpus);
             // The poll counts processes of jobs and examinations as foreign too.
-            let is_ours = held.contains(gpu.uuid.as_str()) || self.jobs.is_examined(&gpu.uuid);
+            let is_ours = held.contains(gpu.status.uuid.as_str()) || self.jobs.is_examined(&gpu.status.uuid);
             let unusable = unusable.filter(|(state, _)| *state != GpuState::Foreign || !is_ours);
-            GpuSlot { uuid: gpu.uuid.clone(), unusable: unusable.map(|(_, reason)| reason) }
+            GpuSlot { uuid: gpu.status.uuid.clone(), unusable: unusable.map(|(_, reason)| reason) }
         };
         Resources {
             gpus: self.setup.gpus.borrow().gpus.iter().map(slot).collect(),
@@ -63,7 +63,7 @@ impl Manager {
                 Phase::Queued { .. } | Phase::Active { .. } => false,
             })
         };
-        let foreign = inventory.gpus.iter().filter(is_foreign).map(|gpu| gpu.uuid.clone());
+        let foreign = inventory.gpus.iter().filter(is_foreign).map(|gpu| gpu.status.uuid.clone());
         foreign.filter(is_recent).collect()
     }
 

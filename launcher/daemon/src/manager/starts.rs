@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{Manager, resources};
+use crate::agents::facts::Facts;
 use crate::agents::follow::Follower;
-use crate::agents::start::{Facts, JobStart};
+use crate::agents::start::JobStart;
 use crate::boot_id;
 use crate::files::StartOptions;
 use crate::gpus::{GpuFacts, Inventory};
@@ -88,7 +89,7 @@ impl Manager {
 
 /// Returns the device nodes of these GPUs; `None` on a node without GPUs.
 fn gpu_nodes(inventory: &Inventory, granted: &[String]) -> Option<Vec<PathBuf>> {
-    let is_granted = |gpu: &&GpuFacts| granted.contains(&gpu.uuid);
+    let is_granted = |gpu: &&GpuFacts| granted.contains(&gpu.status.uuid);
     let node = |gpu: &GpuFacts| Some(PathBuf::from(format!("/dev/nvidia{}", gpu.minor?)));
     (!inventory.gpus.is_empty()).then(|| inventory.gpus.iter().filter(is_granted).filter_map(node).collect())
 }
