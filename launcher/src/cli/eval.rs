@@ -50,8 +50,8 @@ pub(super) async fn run(options: Eval) -> Result<ExitCode, QueryError> {
         tokens: options.tokens,
         seq: options.seq.map(|seq| seq as usize),
         hellaswag: options.hellaswag,
-        device: options.device.device(),
-        precision: options.device.precision(),
+        device: options.device.device,
+        precision: options.device.precision,
     };
     let json = options.json;
     until_interrupted(move |interrupted| {

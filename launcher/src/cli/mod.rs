@@ -16,6 +16,7 @@ mod agent;
 mod bench;
 mod cancel;
 mod checkpoint;
+mod choice;
 mod daemon;
 #[cfg(test)]
 mod daemon_tests;

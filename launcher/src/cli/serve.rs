@@ -72,8 +72,8 @@ pub(super) async fn run(options: Serve) -> Result<ExitCode, QueryError> {
         adapter: options.adapter,
         tokenizer: options.tokenizer,
         context: options.context,
-        device: options.device.device(),
-        precision: options.device.precision(),
+        device: options.device.device,
+        precision: options.device.precision,
     };
     let (source, service) = command.open(&mut print_note)?;
     let service = Arc::new(service);

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use xlaunch_data::chat::Templates;
 use xlaunch_data::{
@@ -13,6 +13,7 @@ use xlaunch_data::{
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 
+use super::super::choice::choice;
 use super::super::output::{QueryError, print, print_note};
 use super::refusal;
 use crate::render::text::{bytes, columns, escape};
@@ -56,7 +57,8 @@ pub(in crate::cli) struct Prepare {
     eot: Option<String>,
     /// Whether documents start with the beginning-of-sequence token: as in the tokenizer's template, always, or never
     #[arg(long, value_name = "auto|always|never", default_value = "auto")]
-    bos: BosChoice,
+    #[arg(value_parser = choice([("auto", Bos::Auto), ("always", Bos::Always), ("never", Bos::Never)]))]
+    bos: Bos,
     /// Share of documents to hold out for validation
     #[arg(long, value_name = "SHARE", default_value_t = 0.005)]
     val: f64,
@@ -65,10 +67,12 @@ pub(in crate::cli) struct Prepare {
     shard_tokens: u64,
     /// Action for text that is not UTF-8
     #[arg(long, value_name = "error|replace", default_value = "error")]
-    invalid: InvalidText,
+    #[arg(value_parser = choice([("error", Invalid::Error), ("replace", Invalid::Replace)]))]
+    invalid: Invalid,
     /// Action for lines and rows that are broken or have no text
     #[arg(long, value_name = "stop|skip", default_value = "stop")]
-    on_error: OnErrorChoice,
+    #[arg(value_parser = choice([("stop", OnError::Stop), ("skip", OnError::Skip)]))]
+    on_error: OnError,
     /// Replace prepared data in the output directory
     #[arg(long)]
     overwrite: bool,
@@ -78,25 +82,6 @@ pub(in crate::cli) struct Prepare {
     /// Print the manifest as JSON
     #[arg(long)]
     json: bool,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum InvalidText {
-    Error,
-    Replace,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum BosChoice {
-    Auto,
-    Always,
-    Never,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum OnErrorChoice {
-    Stop,
-    Skip,
 }
 
 pub(super) fn run(options: Prepare) -> Result<ExitCode, QueryError> {
@@ -128,16 +113,11 @@ fn resolve(options: Prepare) -> Result<Options, QueryError> {
     } else {
         None
     };
-    let bos = match options.bos {
-        BosChoice::Auto => Bos::Auto,
-        BosChoice::Always => Bos::Always,
-        BosChoice::Never => Bos::Never,
-    };
     // A chat template writes the tokens that end texts.
     let tokenizer = if chat.is_some() && options.eot.is_none() {
         tokenizer
     } else {
-        xlaunch_data::frame(tokenizer, options.eot.as_deref(), bos).map_err(usage)?
+        xlaunch_data::frame(tokenizer, options.eot.as_deref(), options.bos).map_err(usage)?
     };
     let available =
         || std::thread::available_parallelism().map_or(1, usize::from).min(xlaunch_data::MAX_THREADS);
@@ -154,14 +134,8 @@ fn resolve(options: Prepare) -> Result<Options, QueryError> {
         chat,
         val: options.val,
         shard_tokens: options.shard_tokens,
-        invalid: match options.invalid {
-            InvalidText::Error => Invalid::Error,
-            InvalidText::Replace => Invalid::Replace,
-        },
-        on_error: match options.on_error {
-            OnErrorChoice::Stop => OnError::Stop,
-            OnErrorChoice::Skip => OnError::Skip,
-        },
+        invalid: options.invalid,
+        on_error: options.on_error,
         overwrite: options.overwrite,
         threads: options.threads.unwrap_or_else(available),
     })

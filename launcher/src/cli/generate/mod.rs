@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use clap::{ArgGroup, Args, ValueEnum};
+use clap::{ArgGroup, Args};
 use fs_err::File;
 use serde_json::Value;
 use xlaunch_data::chat;
@@ -21,6 +21,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
 use xlaunch_spec::refusal::Refusal;
 
+use super::choice::choice;
 use super::output::{QueryError, print_note};
 use output::{Form, Output};
 use prompts::Prompt;
@@ -89,43 +90,15 @@ pub(super) struct Generate {
 #[derive(Clone, Debug, Args)]
 pub(super) struct DeviceOptions {
     /// Device to use; `auto` is the first GPU, or the CPU without one
-    #[arg(long, value_enum, default_value_t = DeviceName::Auto)]
-    device: DeviceName,
+    #[arg(long, default_value = "auto")]
+    #[arg(value_parser = choice([("auto", Device::Auto), ("cuda", Device::Cuda), ("cpu", Device::Cpu)]))]
+    pub(super) device: Device,
     /// Precision on a GPU; the CPU computes in fp32
-    #[arg(long, value_enum, default_value_t = PrecisionName::Bf16)]
-    precision: PrecisionName,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum DeviceName {
-    Auto,
-    Cuda,
-    Cpu,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum PrecisionName {
-    Fp32,
-    Tf32,
-    Bf16,
-}
-
-impl DeviceOptions {
-    pub(super) fn device(&self) -> Device {
-        match self.device {
-            DeviceName::Auto => Device::Auto,
-            DeviceName::Cuda => Device::Cuda,
-            DeviceName::Cpu => Device::Cpu,
-        }
-    }
-
-    pub(super) fn precision(&self) -> Precision {
-        match self.precision {
-            PrecisionName::Fp32 => Precision::Fp32,
-            PrecisionName::Tf32 => Precision::Tf32,
-            PrecisionName::Bf16 => Precision::Bf16,
-        }
-    }
+    #[arg(long, default_value = "bf16")]
+    #[arg(value_parser = choice([
+        ("fp32", Precision::Fp32), ("tf32", Precision::Tf32), ("bf16", Precision::Bf16),
+    ]))]
+    pub(super) precision: Precision,
 }
 
 pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
@@ -145,8 +118,8 @@ pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
         },
         seed: options.seed,
         stop: options.stop,
-        device: options.device.device(),
-        precision: options.device.precision(),
+        device: options.device.device,
+        precision: options.device.precision,
     };
     let form = match (options.json, prompts.len(), options.samples) {
         (true, ..) => Form::Json,
