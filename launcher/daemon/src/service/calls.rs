@@ -8,15 +8,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use axum::body::{Bytes, HttpBody};
 use axum::http;
-use http_body::{Frame, SizeHint};
 use tokio::sync::mpsc;
 use tonic::body::Body;
 use tonic::{Request, Response, Status};
 use tower::Service;
 
 use super::access::{Quota, QuotaGuard};
+use xlaunch_host::net::http::guarded::GuardedBody;
 use xlaunch_host::net::limits::{CallInProgress, Peer};
 
 /// A call in progress. It ends when the last clone is dropped.
@@ -91,34 +90,7 @@ where
         Box::pin(async move {
             let mut response = response.await?;
             let guard = response.extensions_mut().remove::<Arc<QuotaGuard>>();
-            Ok(response.map(|body| Body::new(Unsent { body, _guards: (call, guard) })))
+            Ok(response.map(|body| Body::new(GuardedBody { body, guard: (call, guard) })))
         })
-    }
-}
-
-/// A response body with guards. The server drops it after its trailers, which are polled only after the client has read
-/// everything before them.
-struct Unsent {
-    body: Body,
-    _guards: (Option<Call>, Option<Arc<QuotaGuard>>),
-}
-
-impl HttpBody for Unsent {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        Pin::new(&mut self.body).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
     }
 }

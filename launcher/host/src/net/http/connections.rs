@@ -7,14 +7,12 @@
 use std::convert::Infallible;
 use std::io;
 use std::os::fd::AsFd;
-use std::pin::{Pin, pin};
-use std::task::{Context, Poll};
+use std::pin::pin;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::{Body, Bytes, HttpBody};
+use axum::body::Body;
 use axum::extract::Request;
-use http_body::{Frame, SizeHint};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
@@ -23,8 +21,8 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tower::ServiceExt;
 
+use super::guarded::GuardedBody;
 use crate::net::accept::ACCEPT_RETRY_DELAY;
-use crate::net::limits::CallInProgress;
 use crate::net::{Connection, Connections, Credentials, Limits, Replaces};
 
 /// Time from the start of a connection, or the end of a response, to the end of the next request's head.
@@ -106,37 +104,12 @@ where
         let (routes, call) = (routes.clone(), peer.begin_call());
         async move {
             let response = routes.oneshot(request).await?;
-            Ok::<_, Infallible>(response.map(|body| Body::new(Sent { body, _call: call })))
+            // The request is in progress until all of the response is written.
+            Ok::<_, Infallible>(response.map(|body| Body::new(GuardedBody { body, guard: call })))
         }
     });
     let mut builder = Builder::new(TokioExecutor::new()).http1_only();
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT).max_buf_size(MAX_HEAD_BYTES);
     // A protocol error of a client only ends its own connection.
     let _ = builder.serve_connection(TokioIo::new(connection), TowerToHyperService::new(service)).await;
-}
-
-/// The body of a response, whose request is in progress until all of it is written.
-struct Sent {
-    body: Body,
-    _call: CallInProgress,
-}
-
-impl HttpBody for Sent {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
 }
