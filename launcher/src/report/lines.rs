@@ -3,12 +3,15 @@
 //! A line that is not a JSON object with a step in `_step` is broken; the reader skips and counts it. The last line of
 //! a run that is being written may be incomplete, which is not an error. Unknown keys are ignored.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
 use fs_err::File;
-use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_json::Value;
 use xlaunch_proto::metrics::METRICS;
 
 /// Maximum length of a line in bytes; longer lines are skipped.
@@ -100,11 +103,13 @@ impl<'de> Visitor<'de> for PointVisitor {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Point, A::Error> {
         let (mut step, mut values) = (None, [None; METRICS.len()]);
-        while let Some(key) = map.next_key()? {
-            match key {
-                Key::Step => step = map.next_value::<Number>()?.0,
-                Key::Value(index) => values[index] = map.next_value::<Number>()?.0,
-                Key::Other => drop(map.next_value::<IgnoredAny>()?),
+        while let Some(Name(name)) = map.next_key()? {
+            if name == "_step" {
+                step = number(&map.next_value()?);
+            } else if let Some(index) = index(&name) {
+                values[index] = number(&map.next_value()?);
+            } else {
+                map.next_value::<IgnoredAny>()?;
             }
         }
         let step = step.and_then(whole).ok_or_else(|| serde::de::Error::missing_field("_step"))?;
@@ -124,82 +129,18 @@ pub(super) fn index(key: &str) -> Option<usize> {
     METRICS.iter().position(|metric| metric.key == key)
 }
 
-enum Key {
-    Step,
-    Value(usize),
-    Other,
-}
+/// A key, borrowed if it has no escapes.
+#[derive(Deserialize)]
+struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 
-impl<'de> Deserialize<'de> for Key {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct KeyVisitor;
-        impl Visitor<'_> for KeyVisitor {
-            type Value = Key;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a key")
-            }
-
-            fn visit_str<E>(self, name: &str) -> Result<Key, E> {
-                Ok(if name == "_step" { Key::Step } else { index(name).map_or(Key::Other, Key::Value) })
-            }
-        }
-        deserializer.deserialize_identifier(KeyVisitor)
-    }
-}
-
-/// A number. It is NaN for null and for the names that JSON writers use for numbers that are not finite, and `None` for
-/// anything else.
-struct Number(Option<f64>);
-
-impl<'de> Deserialize<'de> for Number {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(NumberVisitor)
-    }
-}
-
-struct NumberVisitor;
-
-#[expect(clippy::cast_precision_loss, reason = "values of a chart")]
-impl<'de> Visitor<'de> for NumberVisitor {
-    type Value = Number;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a number")
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<Number, E> {
-        Ok(Number(Some(if value.is_finite() { value } else { f64::NAN })))
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<Number, E> {
-        Ok(Number(Some(value as f64)))
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<Number, E> {
-        Ok(Number(Some(value as f64)))
-    }
-
-    fn visit_unit<E>(self) -> Result<Number, E> {
-        Ok(Number(Some(f64::NAN)))
-    }
-
-    fn visit_str<E>(self, text: &str) -> Result<Number, E> {
-        Ok(Number(["NaN", "Infinity", "-Infinity"].contains(&text).then_some(f64::NAN)))
-    }
-
-    fn visit_bool<E>(self, _: bool) -> Result<Number, E> {
-        Ok(Number(None))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Number, A::Error> {
-        while seq.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(Number(None))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Number, A::Error> {
-        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-        Ok(Number(None))
+/// Returns a number. It is NaN for null and for the names that JSON writers use for numbers that are not finite, and
+/// `None` for anything else.
+fn number(value: &Value) -> Option<f64> {
+    match value {
+        Value::Number(number) => number.as_f64(),
+        Value::Null => Some(f64::NAN),
+        Value::String(name) => ["NaN", "Infinity", "-Infinity"].contains(&name.as_str()).then_some(f64::NAN),
+        _ => None,
     }
 }
 

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use memchr::memmem::Finder;
+use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -264,50 +265,24 @@ impl<'de> Visitor<'de> for Row<'_> {
 
     fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Self::Value, M::Error> {
         let mut text = None;
-        while let Some(key) = map.next_key_seed(Text)? {
+        while let Some(Text(key)) = map.next_key()? {
             if key != self.field {
                 map.next_value::<IgnoredAny>()?;
-            } else if text.replace(map.next_value_seed(Text)?).is_some() {
+            } else if text.replace(map.next_value::<Option<Text<'_>>>()?).is_some() {
                 return Err(M::Error::custom(format!(
                     "the field `{}` is there twice",
                     self.field.escape_debug()
                 )));
             }
         }
-        Ok(text)
+        // `null` counts as an empty text.
+        Ok(text.map(|text| text.map_or_else(Cow::default, |Text(text)| text)))
     }
 }
 
-/// A string, borrowed if it has no escapes; `null` counts as an empty one.
-struct Text;
-
-impl<'de> DeserializeSeed<'de> for Text {
-    type Value = Cow<'de, str>;
-
-    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Self::Value, D::Error> {
-        json.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Text {
-    type Value = Cow<'de, str>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string")
-    }
-
-    fn visit_unit<E: Error>(self) -> Result<Self::Value, E> {
-        Ok(Cow::Borrowed(""))
-    }
-
-    fn visit_borrowed_str<E: Error>(self, text: &'de str) -> Result<Self::Value, E> {
-        Ok(Cow::Borrowed(text))
-    }
-
-    fn visit_str<E: Error>(self, text: &str) -> Result<Self::Value, E> {
-        Ok(Cow::Owned(text.to_owned()))
-    }
-}
+/// A string, borrowed if it has no escapes.
+#[derive(Deserialize)]
+struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// Returns JSON in which every escape of half a surrogate pair is one of U+FFFD; `None` if there is none.
 fn without_half_pairs(json: &str) -> Option<String> {
