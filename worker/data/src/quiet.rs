@@ -1,5 +1,6 @@
 //! Catches panics in libraries and turns them into errors, without printing them.
 
+use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::sync::Once;
@@ -9,8 +10,8 @@ thread_local! {
 }
 static HOOK: Once = Once::new();
 
-/// Returns the result of `work`; `None` if it panicked.
-pub(crate) fn catch<T>(work: impl FnOnce() -> T) -> Option<T> {
+/// Returns the result of `work`, or the message with which it panicked.
+pub(crate) fn catch<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     HOOK.call_once(|| {
         let print = take_hook();
         set_hook(Box::new(move |panic| {
@@ -22,7 +23,12 @@ pub(crate) fn catch<T>(work: impl FnOnce() -> T) -> Option<T> {
     let before = QUIET.replace(true);
     let result = catch_unwind(AssertUnwindSafe(work));
     QUIET.set(before);
-    result.ok()
+    result.map_err(|panic| message(&*panic))
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let formatted = panic.downcast_ref::<String>().map(String::as_str);
+    formatted.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message").to_owned()
 }
 
 #[cfg(test)]
@@ -31,9 +37,11 @@ mod tests {
 
     #[test]
     #[expect(clippy::panic, reason = "the test")]
-    fn panics_are_caught_and_later_ones_are_printed() {
-        assert_eq!(catch(|| 1), Some(1));
-        assert_eq!(catch(|| -> i32 { panic!("not printed") }), None);
+    fn panics_are_caught_with_their_messages_and_later_ones_are_printed() {
+        assert_eq!(catch(|| 1), Ok(1));
+        assert_eq!(catch(|| -> i32 { panic!("not printed") }), Err("not printed".into()));
+        let number = 2;
+        assert_eq!(catch(|| -> i32 { panic!("number {number}") }), Err("number 2".into()));
         assert!(!QUIET.get());
     }
 }

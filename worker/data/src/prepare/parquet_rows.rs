@@ -127,7 +127,7 @@ fn unsupported(compression: Compression) -> Option<&'static str> {
 
 /// Catches panics: the library does not handle all kinds of damage.
 fn catch<T>(work: impl FnOnce() -> T) -> io::Result<T> {
-    crate::quiet::catch(work).ok_or_else(|| io::Error::other("it cannot be decoded"))
+    crate::quiet::catch(work).map_err(|panic| io::Error::other(format!("it cannot be decoded: {panic}")))
 }
 
 fn share(bytes: u64, row: u64, rows: u64) -> u64 {

@@ -287,7 +287,8 @@ fn words(
         }
         let splits = words.get_splits(OffsetReferential::Normalized, OffsetType::None);
         Some(splits.into_iter().map(|(word, ..)| word.to_owned()).collect())
-    })?
+    })
+    .ok()?
 }
 
 /// Returns the start of the character that contains byte `at`, or `at` if it is not within a character.

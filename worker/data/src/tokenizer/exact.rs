@@ -1,6 +1,6 @@
 //! Encodes with the crate that Python's `tokenizers` is built from, so that ids are the same for any file.
 //!
-//! Its errors and panics (caused by expressions that need too many steps) become errors and are not printed.
+//! Its errors and panics (mostly caused by expressions that need too many steps) become errors and are not printed.
 
 use std::sync::OnceLock;
 
@@ -10,7 +10,8 @@ use tokenizers::Tokenizer;
 use super::template;
 use crate::quiet;
 
-const TOO_MANY_STEPS: &str = "its expressions take too many steps on this text";
+/// Part of the message with which the crate panics if an expression takes too many steps.
+const STEP_LIMIT: &str = "retry-limit-in-match";
 
 /// A file's tokenizers, each opened on first use.
 #[derive(Debug, Default)]
@@ -58,7 +59,7 @@ impl Exact {
             self.unframed.get_or_init(|| open(json, unframed, false))
         };
         let tokenizer = tokenizer.as_ref().map_err(Clone::clone)?;
-        let encoded = quiet::catch(|| tokenizer.encode_char_offsets(text, false)).ok_or(TOO_MANY_STEPS)?;
+        let encoded = quiet::catch(|| tokenizer.encode_char_offsets(text, false)).map_err(describe)?;
         let encoding = encoded.map_err(|error| error.to_string())?;
         let pieces = encoding.get_ids().iter().zip(encoding.get_offsets());
         Ok(pieces.map(|(id, (start, end))| (*id, *start, *end)).collect())
@@ -67,7 +68,7 @@ impl Exact {
     /// Returns the text of ids, including special tokens.
     pub(super) fn decode(&self, json: &str, ids: &[u32]) -> Option<String> {
         let tokenizer = self.prompts.get_or_init(|| open(json, |_| {}, false)).as_ref().ok()?;
-        quiet::catch(|| tokenizer.decode(ids, false))?.ok()
+        quiet::catch(|| tokenizer.decode(ids, false)).ok()?.ok()
     }
 
     /// Opens the tokenizer for documents, to check that it works.
@@ -89,7 +90,8 @@ fn open(
     change(&mut file);
     let text = serde_json::to_string(&file).map_err(|error| error.to_string())?;
     drop(file);
-    let opened = quiet::catch(|| text.parse::<Tokenizer>()).ok_or("not a tokenizer that can be used")?;
+    let opened = quiet::catch(|| text.parse::<Tokenizer>())
+        .map_err(|panic| format!("not a tokenizer that can be used: {panic}"))?;
     let mut tokenizer = opened.map_err(|error| error.to_string())?;
     tokenizer.set_encode_special_tokens(special_tokens_are_text);
     Ok(tokenizer)
@@ -97,7 +99,15 @@ fn open(
 
 fn encode(tokenizer: &Result<Tokenizer, String>, text: &str, framed: bool) -> Result<Vec<u32>, String> {
     let tokenizer = tokenizer.as_ref().map_err(Clone::clone)?;
-    let encoded = quiet::catch(|| tokenizer.encode_fast(text, framed));
-    let encoded = encoded.ok_or(TOO_MANY_STEPS)?;
+    let encoded = quiet::catch(|| tokenizer.encode_fast(text, framed)).map_err(describe)?;
     encoded.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| error.to_string())
+}
+
+/// Describes a panic during encoding.
+fn describe(panic: String) -> String {
+    if panic.contains(STEP_LIMIT) {
+        "its expressions take too many steps on this text".into()
+    } else {
+        format!("the library `tokenizers` fails on this text: {panic}")
+    }
 }

@@ -73,7 +73,8 @@ fn load(file: Map<String, Value>) -> Option<PipelineTokenizer> {
     quiet::catch(|| {
         tokenizers_fast::canonicalize_value(&mut value).ok()?;
         tokenizers_fast::from_json(&serde_json::to_string(&value).ok()?).ok()
-    })?
+    })
+    .ok()?
 }
 
 /// Returns whether the libraries may disagree about the class of a character.

@@ -315,12 +315,16 @@ fn texts_that_libraries_take_differently_are_left_to_the_exact_encoder() {
 }
 
 #[test]
-fn slow_expressions_are_errors_and_invalid_ones_are_refused() {
+fn slow_expressions_and_panics_are_errors_and_invalid_expressions_are_refused() {
     let slow = Tokenizer::from_json(pairs(&split(&["(a|aa)+$"]), &Value::Null).as_bytes()).unwrap();
     let error = slow.encode(&("a".repeat(200) + "b")).unwrap_err().to_string();
     assert!(error.contains("too many steps"), "{error}");
     let error = Tokenizer::from_json(pairs(&split(&["(unclosed"]), &Value::Null).as_bytes()).unwrap_err();
     assert!(error.to_string().contains("parenthesis"), "{error}");
+    // The library divides by this length.
+    let fixed = json!({"type": "FixedLength", "length": 0});
+    let error = Tokenizer::from_json(pairs(&fixed, &Value::Null).as_bytes()).unwrap_err().to_string();
+    assert!(error.contains("`tokenizers` fails on this text: chunk size must be non-zero"), "{error}");
 }
 
 #[test]
