@@ -2,21 +2,18 @@
 //!
 //! Directories that cannot be intended as data are skipped: hidden ones, caches (tagged with `CACHEDIR.TAG`, like
 //! cargo's target directory), Python's virtual environments, and those selected by the caller. Links to files count as
-//! files, because the cache of Hugging Face's hub consists of them; one that leads nowhere is an error. Links to
-//! directories are followed as in a shell: where a component of the glob matches them, but not below `**`, as they
-//! could form a loop or lead anywhere.
+//! files, because the cache of Hugging Face's hub consists of them; one that leads nowhere is an error, and so is a
+//! FIFO, which may contain data but has to be named. Links to directories are followed as in a shell: where a component
+//! of the glob matches them, but not below `**`, as they could form a loop or lead anywhere.
 
 use std::collections::HashSet;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 
 use walkdir::{DirEntry, WalkDir};
 
 /// Characters that turn a path into a glob.
 pub const WILDCARDS: [char; 4] = ['*', '?', '[', '{'];
-
-/// Reason why a link that leads nowhere cannot be read.
-pub const DANGLING_REASON: &str = "it is a link to a file that does not exist";
 
 /// Files that mark a directory as a cache or a virtual environment.
 const MARKS: [&str; 2] = ["CACHEDIR.TAG", "pyvenv.cfg"];
@@ -43,6 +40,14 @@ pub struct FoundFile {
     pub path: PathBuf,
     /// True if the file or a directory that the search has passed is a link.
     pub is_linked: bool,
+    pub is_fifo: bool,
+}
+
+/// A file that was found, but cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unreadable {
+    pub path: PathBuf,
+    pub reason: &'static str,
 }
 
 /// Adds the files below `base` whose paths relative to it match `glob`, or without a glob all that are not hidden.
@@ -80,10 +85,21 @@ impl Search<'_> {
                         Search { glob: Some(rest), skip: self.skip }.add(path, true, found)?;
                     }
                 }
-            } else if (entry.file_type().is_file() || is_link && (path.is_file() || is_dangling(path)))
-                && self.matches(relative)
-            {
-                found.push(FoundFile { path: path.to_path_buf(), is_linked: is_linked || is_link });
+            } else if self.matches(relative) {
+                let kind = if is_link {
+                    path.metadata().ok().map(|file| file.file_type())
+                } else {
+                    Some(entry.file_type())
+                };
+                // Editors lock files by hidden links that lead nowhere.
+                let is_fifo = kind.is_some_and(|kind| kind.is_fifo()) && !is_hidden(path);
+                if is_fifo || kind.map_or(!is_hidden(path), |kind| kind.is_file()) {
+                    found.push(FoundFile {
+                        path: path.to_path_buf(),
+                        is_linked: is_linked || is_link,
+                        is_fifo,
+                    });
+                }
             }
         }
         Ok(())
@@ -113,11 +129,6 @@ impl Search<'_> {
     }
 }
 
-/// Returns whether a link leads nowhere, unless it is hidden: editors lock files by such links.
-fn is_dangling(link: &Path) -> bool {
-    !is_hidden(link) && !link.exists()
-}
-
 fn is_hidden(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'))
 }
@@ -126,10 +137,17 @@ fn is_hidden(path: &Path) -> bool {
 /// would be read twice.
 ///
 /// # Errors
-/// Returns the path of a link that leads nowhere: a file of the data is missing ([`DANGLING_REASON`]).
-pub fn without_repeated_links(mut files: Vec<FoundFile>) -> Result<Vec<PathBuf>, PathBuf> {
-    if let Some(found) = files.iter().find(|found| found.is_linked && !found.path.exists()) {
-        return Err(found.path.clone());
+/// A link leads nowhere, so that a file of the data is missing, or a file is a FIFO.
+pub fn without_repeated_links(mut files: Vec<FoundFile>) -> Result<Vec<PathBuf>, Unreadable> {
+    for FoundFile { path, is_linked, is_fifo } in &files {
+        let reason = if *is_fifo {
+            "it is a FIFO, which is read only if it is named as an input of `xlaunch data prepare`"
+        } else if *is_linked && !path.exists() {
+            "it is a link to a file that does not exist"
+        } else {
+            continue;
+        };
+        return Err(Unreadable { path: path.clone(), reason });
     }
     files.sort();
     files.dedup_by(|next, kept| next.path == kept.path);

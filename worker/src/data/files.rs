@@ -27,7 +27,7 @@ pub(super) fn matching(
         if !rest.as_os_str().is_empty() {
             search(&base, &glob(key, pattern, &rest)?, skip, &mut found)?;
         } else if base.is_file() {
-            found.push(FoundFile { is_linked: base.is_symlink(), path: base });
+            found.push(FoundFile { is_linked: base.is_symlink(), is_fifo: false, path: base });
         } else if base.is_dir() {
             let reason = "it is a directory, but not one of prepared data; name its files by a glob".into();
             return Err(DataError::Read { path: base, reason });
@@ -36,7 +36,7 @@ pub(super) fn matching(
         }
     }
     let files = walk::without_repeated_links(found)
-        .map_err(|path| DataError::Read { path, reason: walk::DANGLING_REASON.into() })?;
+        .map_err(|file| DataError::Read { path: file.path, reason: file.reason.into() })?;
     if files.is_empty() {
         return Err(DataError::NoFiles { key, patterns: patterns.join(", ") });
     }

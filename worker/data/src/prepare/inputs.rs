@@ -90,8 +90,8 @@ fn search(
             found.path = found.path.strip_prefix(here).unwrap_or(&found.path).to_path_buf();
         }
     }
-    let files = walk::without_repeated_links(found).map_err(|path| {
-        PrepareError::Usage(format!("failed to read {}: {}", path.display(), walk::DANGLING_REASON))
+    let files = walk::without_repeated_links(found).map_err(|file| {
+        PrepareError::Usage(format!("failed to read {}: {}", file.path.display(), file.reason))
     })?;
     if files.is_empty() {
         Err(PrepareError::Usage(format!("no file matches `{argument}`")))
@@ -271,5 +271,27 @@ mod tests {
             assert!(error.contains("data/c.jsonl: it is a link to a file that does not exist"), "{error}");
         }
         find(&[snapshot.join("**/[ab].jsonl").display().to_string()], Path::new("/none")).unwrap();
+    }
+
+    /// A program may write data into it, but reading it would wait for the program.
+    #[test]
+    fn fifo_in_a_directory_is_refused_and_one_that_is_named_is_an_input() {
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = |name: &str| {
+            let (kind, mode) = (rustix::fs::FileType::Fifo, 0o600.into());
+            rustix::fs::mknodat(rustix::fs::CWD, dir.path().join(name), kind, mode, 0).unwrap();
+        };
+        let found = |end: &str| find(&[format!("{}{end}", dir.path().display())], Path::new("/none"));
+        fs_err::write(dir.path().join("a.txt"), "x").unwrap();
+        fifo(".control");
+        assert_eq!(found("").unwrap().len(), 1);
+        fifo("b.txt");
+        for argument in ["", "/*.txt"] {
+            let error = found(argument).unwrap_err().to_string();
+            assert!(error.contains("b.txt: it is a FIFO"), "{error}");
+        }
+        assert_eq!((found("/b.txt").unwrap().len(), found("/a*").unwrap().len()), (1, 1));
+        std::os::unix::fs::symlink("b.txt", dir.path().join("c")).unwrap();
+        assert!(found("/c*").unwrap_err().to_string().contains("it is a FIFO"));
     }
 }
