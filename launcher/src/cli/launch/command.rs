@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use rustix::thread::CpuSet;
 use xlaunch_agent::base_environment::BaseEnvironment;
 use xlaunch_agent::driver;
 use xlaunch_agent::ending::Ending;
@@ -83,9 +84,42 @@ pub(in crate::cli) async fn run_workers(
 }
 
 fn affinities(command: &ResolvedCommand) -> Result<Vec<Affinity>, String> {
-    let allowed = rustix::thread::sched_getaffinity(None);
-    let allowed = allowed.map_err(|error| format!("failed to read the CPU affinity: {error}"))?;
+    let allowed = allowed_cpus(rustix::thread::sched_getaffinity(None), command.spec.binding.is_some())?;
     // Loading NVML is slow, and only a binding needs the GPUs.
     let gpus = if command.spec.binding.is_some() { devices::gpu_addresses() } else { Vec::new() };
     affinity::plan(command.spec.binding, command.nproc, &gpus, Path::new("/sys"), &allowed)
+}
+
+/// Returns the CPUs that this process may use. If a sandbox refuses the question, all count, unless workers are to be
+/// bound to them.
+fn allowed_cpus(answer: rustix::io::Result<CpuSet>, are_bound: bool) -> Result<CpuSet, String> {
+    match answer {
+        Ok(allowed) => Ok(allowed),
+        Err(error) if are_bound => Err(format!("failed to read the CPU affinity: {error}")),
+        Err(_) => {
+            let mut all = CpuSet::new();
+            let count = std::thread::available_parallelism().map_or(1, usize::from).min(CpuSet::MAX_CPU);
+            (0..count).for_each(|cpu| all.set(cpu));
+            Ok(all)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::io::Errno;
+
+    use super::*;
+
+    #[test]
+    fn refused_affinity_matters_only_to_bound_workers() {
+        let all = allowed_cpus(Err(Errno::PERM), false).unwrap();
+        assert_eq!(all.count() as usize, std::thread::available_parallelism().unwrap().get());
+        assert!(
+            allowed_cpus(Err(Errno::PERM), true)
+                .unwrap_err()
+                .contains("CPU affinity: Operation not permitted")
+        );
+        assert_eq!(allowed_cpus(Ok(all), false), Ok(all));
+    }
 }
