@@ -75,6 +75,9 @@ struct Config {
 /// weights and subtracts them, also when it loads the adapter.
 const PLAIN_INITIALISATIONS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 
+/// Remedy for adapters that are not supported.
+const MERGE: &str = "merge the adapter into its model with PEFT's `merge_and_unload`";
+
 impl PeftDirectory {
     /// Returns whether `path` has an adapter and no model.
     pub(crate) fn is_one(path: &Path) -> bool {
@@ -98,21 +101,21 @@ impl PeftDirectory {
             );
         }
         if config.use_dora {
-            return refuse("use_dora", "DoRA is not supported".into());
+            return refuse("use_dora", format!("DoRA is not supported; {MERGE}"));
         }
         if config.bias.as_ref().is_some_and(|bias| bias != "none") {
-            return refuse("bias", "trained biases are not supported".into());
+            return refuse("bias", format!("trained biases are not supported; {MERGE}"));
         }
         if config.modules_to_save.as_array().is_some_and(|modules| !modules.is_empty()) {
-            return refuse("modules_to_save", "modules that are trained as a whole are not supported".into());
+            let problem = format!("modules that are trained as a whole are not supported; {MERGE}");
+            return refuse("modules_to_save", problem);
         }
         for (key, pattern) in
             [("rank_pattern", &config.rank_pattern), ("alpha_pattern", &config.alpha_pattern)]
         {
             if !pattern.is_empty() {
-                let problem = "ranks and alphas that differ between layers are not supported; merge the adapter into \
-                               its model with PEFT's `merge_and_unload`";
-                return refuse(key, problem.into());
+                let problem = "ranks and alphas that differ between layers are not supported";
+                return refuse(key, format!("{problem}; {MERGE}"));
             }
         }
         if let Some(name) =
@@ -217,8 +220,8 @@ impl PeftDirectory {
         match found.keys().min() {
             None => Ok(adapter),
             Some(name) => {
-                let problem = "it does not belong to a linear layer of the model's blocks";
-                Err(source::tensor_error(&path, name, problem).into())
+                let problem = format!("it does not belong to a linear layer of the model's blocks; {MERGE}");
+                Err(source::tensor_error(&path, name, &problem).into())
             }
         }
     }

@@ -201,7 +201,7 @@ fn adapters_that_cannot_be_read_are_refused_with_the_key_of_their_configuration(
         ),
         (
             r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "use_dora": true}"#,
-            "`use_dora`: DoRA is not supported",
+            "`use_dora`: DoRA is not supported; merge the adapter into its model",
         ),
         (
             r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alpha_pattern": {"q_proj": 2}}"#,
