@@ -98,8 +98,8 @@ def training(rng):
 
 def execution(rng, ranks, adapted):
     """Returns random keys that do not change results, except for rounding."""
-    found = {"train.recompute": pick(rng, "none", "cheap", "block"), "engine.exec": pick(rng, "graph", "graph", "stream"),
-             "engine.deterministic": rng.random() < 0.4}
+    found = {"train.recompute": pick(rng, "none", "cheap", "block"),
+             "engine.exec": pick(rng, "graph", "graph", "stream"), "engine.deterministic": rng.random() < 0.4}
     found |= sometimes(rng, 0.3, **{"train.classifier_chunk": pick(rng, 32, 50, 100)})
     found |= sometimes(rng, 0.2, **{"engine.pool": pick(rng, "off", "plan")})
     if ranks > 1:
@@ -167,7 +167,8 @@ def one(options, scratch, data, seed):
         settings |= sometimes(rng, 0.3, **{"lora.targets": pick(rng, ["o"], ["up"], ["down"])})
         common["train.optimizer"] = "adamw"
         common = {key: value for key, value in common.items() if not key.startswith("muon.")}
-    expected, why = train(options.binary, options.nproc, config, out / "cpu", settings | common | {"engine.device": "cpu"})
+    keys = settings | common | {"engine.device": "cpu"}
+    expected, why = train(options.binary, options.nproc, config, out / "cpu", keys)
     if expected is None:
         if options.verbose:
             print(f"seed {seed}: {why}")

@@ -7,9 +7,10 @@ chats, made from the Python files of this host, with the same tokenizer and temp
 tokens with attention inside chats only, and count the loss of what the assistant writes. Weights are random, with the
 sizes of public models. trl runs with FlexAttention and bf16 weights, in all of `--modes`: with or without torch.compile
 and Liger's kernels; its fastest mode counts. Its batches are padded to one length, because every other length is
-compiled anew. A mode ends after `--seconds` of training, which compilation is part of; it counts if it has made a step
-after the warm-up. xlaunch keeps fp32 weights when it trains all. Speeds are in tokens of chats, without padding; steps
-are medians. Exit code 1 if trl is faster anywhere.
+compiled anew. In a case with `fp8`, such as llama-8b,lora,fp8, xlaunch multiplies in FP8, and trl in bf16. Without a
+mode, only xlaunch runs. A mode ends after `--seconds` of training, which compilation is part of; it counts if it has
+made a step after the warm-up. xlaunch keeps fp32 weights when it trains all. Speeds are in tokens of chats, without
+padding; steps are medians. Exit code 1 if trl is faster anywhere.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def make_model(folder, model):
     torch.cuda.empty_cache()
 
 
-def run_xlaunch(options, folder, data, batch, lora):
+def run_xlaunch(options, folder, data, batch, lora, fp8):
     prepared = folder / "chats"
     if not prepared.exists():
         command = [options.binary, "data", "prepare", "--chat", "--tokenizer", folder, "--val", "0"]
@@ -91,7 +92,7 @@ def run_xlaunch(options, folder, data, batch, lora):
     settings = {
         "data.train": str(prepared), "checkpoint.init": str(folder), "model.seq": SEQ, "train.batch": batch,
         "train.accumulate": 1, "train.lr": LR, "train.schedule": "constant", "train.warmup": 0,
-        "train.eval_every": 0, "engine.device": "cuda",
+        "train.eval_every": 0, "engine.device": "cuda", "engine.precision": "fp8" if fp8 else "bf16",
     }
     command = [str(options.binary), "bench", "train", str(runner.ROOT / "deploy/sft.toml"), "--json", "--nproc", "1"]
     command += ["--warmup", str(options.warmup), "--steps", str(options.steps)]
@@ -174,7 +175,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--binary", type=pathlib.Path, default=runner.ROOT / "target/release/xlaunch")
     parser.add_argument("--cases", nargs="+", default=["qwen3-0.6b", "llama-1b", "llama-8b,lora"])
-    parser.add_argument("--modes", nargs="+", default=["compile", "liger", "compile+liger"])
+    parser.add_argument("--modes", nargs="*", default=["compile", "liger", "compile+liger"])
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=150, help="of training, for each mode of trl")
@@ -191,13 +192,18 @@ def main():
         lines = [json.dumps(chat) for chat in chats()]
         data.write_text("".join(line + "\n" for line in lines))
         for case in options.cases:
-            model, _, lora = case.partition(",")
+            model, *how = case.split(",")
+            lora = "lora" in how
             folder, batch = pathlib.Path(scratch) / model, BATCHES[model]
             if not folder.exists():
                 make_model(folder, model)
                 make_tokenizer(folder, lines)
-            x = run_xlaunch(options, folder, data, batch, lora)
-            print(f"xlaunch: {x['tokens_per_second'] / 1e3:.1f}K tok/s", file=sys.stderr, flush=True)
+            x = run_xlaunch(options, folder, data, batch, lora, "fp8" in how)
+            print(f"{case}, xlaunch: {x['tokens_per_second'] / 1e3:.1f}K tok/s, "
+                  f"{x['pool_peak_bytes'] / 2**30:.1f} GiB, last loss {x['final_loss']:.3f}",
+                  file=sys.stderr, flush=True)
+            if not options.modes:
+                continue
             runs = {mode: run_trl(options, folder, data, batch, lora, mode) for mode in options.modes}
             runs = {mode: found for mode, found in runs.items() if found}
             if not runs:
@@ -205,7 +211,7 @@ def main():
             mode, p = max(runs.items(), key=lambda pair: pair[1]["tokens_per_second"])
             ratio = x["tokens_per_second"] / p["tokens_per_second"]
             gib = [x["pool_peak_bytes"] / 2**30, p["peak_bytes"] / 2**30]
-            print(f"| {model} | {lora or 'all'} | {batch} | {x['tokens_per_second'] / 1e3:.1f}K "
+            print(f"| {model} | {' '.join(how) or 'all'} | {batch} | {x['tokens_per_second'] / 1e3:.1f}K "
                   f"| {p['tokens_per_second'] / 1e3:.1f}K, {mode} | {ratio:.2f} | {gib[0]:.1f}, {gib[1]:.1f} GiB "
                   f"| {x['first_step_seconds']:.1f} s | {x['final_loss']:.3f}, {p['loss']:.3f} |", flush=True)
             slower |= ratio < 1

@@ -183,7 +183,7 @@ mod tests {
     use crate::model::{BackendHandle, GradientArena, LossGradients, MemoryUse, Rows, init};
 
     fn rows() -> Rows<'static> {
-        Rows::new(2, 12)
+        Rows::new(4, 12)
     }
 
     fn shape(arch: Arch) -> ModelShape {
@@ -207,6 +207,10 @@ mod tests {
         (0..len as u64).map(value).collect()
     }
 
+    fn scaled(values: &[f32], factor: f32) -> Vec<f32> {
+        values.iter().map(|value| value * factor).collect()
+    }
+
     /// A model with an adapter whose B is not zero.
     struct Adapted {
         model: Model,
@@ -221,7 +225,7 @@ mod tests {
             let backend = BackendHandle::new(Backend::cpu(2, PoolMode::On));
             let layout = Layout::new(shape).with_adapters(shape, lora).unwrap();
             let threads = ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-            let weights: Vec<f32> = init::weights(&layout, 1, &threads).iter().map(|w| w * 3.0).collect();
+            let weights = scaled(&init::weights(&layout, 1, &threads), 3.0);
             let mut adapters = vec![0.0; layout.trained().len];
             for param in &layout.trained().params {
                 adapters[param.range.clone()]
@@ -312,6 +316,32 @@ mod tests {
         assert!(expected.iter().all(|g| g.is_finite()) && expected.iter().any(|g| *g != 0.0));
         for recompute in [Recompute::Cheap, Recompute::Block] {
             assert_eq!(Adapted::new(&shape, &lora, recompute).gradients(), expected, "{recompute:?}");
+        }
+    }
+
+    #[test]
+    fn frozen_weights_in_fp8_give_nearly_the_same_gradients_and_the_same_bits_if_recomputed() {
+        for (arch, targets) in
+            [(Arch::Llama, "all-linear"), (Arch::Qwen2, "all-linear"), (Arch::Gpt2, "up"), (Arch::Llama, "q")]
+        {
+            // FP8 needs multiples of 16.
+            let shape = ModelShape { ffn: 48, ..shape(arch) };
+            let gradients = |fp8, recompute| {
+                let adapted = Adapted::new(&shape, &lora(&[targets]), recompute);
+                // Smaller weights, whose rounding changes the results less.
+                let [weights, adapters] = adapted.values.each_ref().map(|values| scaled(values, 0.25));
+                adapted.model.write_weights(0, &weights).unwrap();
+                adapted.model.write_trained(0, &adapters).unwrap();
+                Adapted { model: adapted.model.with_fp8(fp8), ..adapted }.gradients()
+            };
+            let (expected, found) = (gradients(false, Recompute::None), gradients(true, Recompute::None));
+            let product = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
+            let cosine =
+                product(&expected, &found) / (product(&expected, &expected) * product(&found, &found)).sqrt();
+            assert!(cosine > 0.99 && cosine < 0.999_999, "{arch:?} {targets}: {cosine}");
+            for recompute in [Recompute::Cheap, Recompute::Block] {
+                assert_eq!(gradients(true, recompute), found, "{arch:?} {targets} {recompute:?}");
+            }
         }
     }
 

@@ -10,6 +10,9 @@
 //! together with their transposes, and only the transpose of an input is kept for backward, in half the memory. Weights
 //! are rounded at each use, as a pass may hold the weights of only a few blocks. Results have the type of activations,
 //! like the rest of the model: the head, attention, norms and embeddings.
+//!
+//! Frozen weights have no gradient, so no transpose is needed: in a model with adapters, inputs and gradients are
+//! rounded for the layer, and adapters read them unrounded. Backward keeps unrounded inputs.
 
 use std::cell::OnceCell;
 use std::rc::Rc;
@@ -29,10 +32,20 @@ use super::layout::Linear;
 /// A layer's input, or the gradient of its output.
 #[derive(Debug)]
 pub(super) enum Operand {
-    /// Unrounded, in the activations' type; of an adapted layer's input also z, once forward has computed it.
-    Plain(Rc<Tensor>, OnceCell<Tensor>),
-    /// Rounded to FP8.
+    /// For the layer and its adapter.
+    Plain(Unrounded),
+    /// Rounded to FP8, for a layer whose weights are trained.
     Fp8(Fp8Tensor),
+    /// For the adapter, and rounded to FP8 for the layer, whose weights are frozen.
+    Both(Unrounded, Fp8Tensor),
+}
+
+/// A tensor in the activations' type.
+#[derive(Debug)]
+pub(super) struct Unrounded {
+    tensor: Rc<Tensor>,
+    /// Of an adapted layer's input, once forward has computed it.
+    z: OnceCell<Tensor>,
 }
 
 /// A tensor in FP8, in its original form and transposed. Either may be missing.
@@ -68,15 +81,23 @@ pub(super) struct LayerBackward<'a> {
 }
 
 impl Operand {
-    /// Returns the tensor if it is in the activations' type.
-    fn plain(&self) -> Option<&Rc<Tensor>> {
-        if let Self::Plain(tensor, _) = self { Some(tensor) } else { None }
+    /// Returns the tensor that the layer multiplies, if that is in the activations' type.
+    fn plain(&self) -> Option<&Tensor> {
+        if let Self::Plain(x) = self { Some(&x.tensor) } else { None }
+    }
+
+    /// Returns what the layer's adapter reads.
+    fn unrounded(&self) -> Option<&Unrounded> {
+        match self {
+            Self::Plain(x) | Self::Both(x, _) => Some(x),
+            Self::Fp8(_) => None,
+        }
     }
 
     /// Drops the form that only forward multiplies.
     pub(super) fn kept(self) -> Self {
         match self {
-            Self::Plain(..) => self,
+            Self::Plain(x) | Self::Both(x, _) => Self::Plain(x),
             Self::Fp8(tensor) => Self::Fp8(Fp8Tensor { rows: None, ..tensor }),
         }
     }
@@ -86,12 +107,8 @@ impl<'a> LayerBackward<'a> {
     /// Returns the arguments if the operands are in the activations' type.
     fn plain(self) -> Option<LinearBackwardWeight<'a>> {
         let Self { shape, x, dy, dw, acc, .. } = self;
-        match (x, dy, dw) {
-            (Operand::Plain(x, _), Operand::Plain(dy, _), Some(dw)) => {
-                Some(LinearBackwardWeight { shape, dy: dy.all(), x: x.all(), dw, acc })
-            }
-            _ => None,
-        }
+        let (dy, x) = (dy.plain()?.all(), x.plain()?.all());
+        Some(LinearBackwardWeight { shape, dy, x, dw: dw?, acc })
     }
 }
 
@@ -117,11 +134,18 @@ impl Model {
 
     fn operand(&self, rows: usize, x: Rc<Tensor>, used: Use, format: DType) -> Result<Operand> {
         // Micro-steps and evaluations of a job have a multiple of this number of rows; samples may not.
-        if !self.fp8 || !rows.is_multiple_of(FP8_MULTIPLE) {
-            return Ok(Operand::Plain(x, OnceCell::new()));
+        let in_fp8 = self.fp8 && rows.is_multiple_of(FP8_MULTIPLE);
+        let rounded = |used| self.rounded(rows, x.len() / rows, x.all(), used, format);
+        if in_fp8 && self.adapters.is_none() {
+            return rounded(used).map(Operand::Fp8);
         }
-        let cols = x.len() / rows;
-        self.rounded(rows, cols, x.all(), used, format).map(Operand::Fp8)
+        // Columns alone would be for the gradient of frozen weights.
+        let rounded = (in_fp8 && used != Use::Columns).then(|| rounded(Use::Rows)).transpose()?;
+        let x = Unrounded { tensor: x, z: OnceCell::new() };
+        Ok(match rounded {
+            Some(rounded) => Operand::Both(x, rounded),
+            None => Operand::Plain(x),
+        })
     }
 
     fn rounded(&self, rows: usize, cols: usize, x: Slice<'_>, used: Use, dtype: DType) -> Result<Fp8Tensor> {
@@ -143,39 +167,48 @@ impl Model {
         self.rounded(shape.outputs, shape.inputs, w, used, DType::Fp8E4m3)
     }
 
-    /// Computes `y = x w^T (+ bias)`.
+    /// Computes `y = x w^T (+ bias)`, and adds the output of the adapter.
     pub(super) fn linear(&self, shape: LinearShape, x: &Operand, layer: &Linear) -> Result<Tensor> {
         let y = self.activation(shape.rows * shape.outputs)?;
         let bias = layer.bias.as_ref().map(|bias| self.param(bias));
-        match x {
-            Operand::Plain(x, z) => {
-                let (x, w, y) = (x.all(), self.param(&layer.weight), y.all());
-                if bias.is_none() && layer.is_adapted(shape.outputs) {
-                    let LinearShape { rows, inputs: depth, outputs: cols } = shape;
-                    self.adapter_forward(shape, layer, [x, y], z, Accumulate::Overwrite)?;
-                    self.add_product(
-                        [rows, cols, depth],
-                        Matrix::new(x, depth),
-                        Matrix::new(w, depth).t(),
-                        y,
-                    )?;
-                } else {
-                    self.backend.run(LinearForward { shape, x, w, bias, y })?;
-                    self.adapter_forward(shape, layer, [x, y], z, Accumulate::Add)?;
-                }
+        let adapter = |acc| match x.unrounded() {
+            Some(Unrounded { tensor, z }) => {
+                self.adapter_forward(shape, layer, [tensor.all(), y.all()], z, acc)
             }
-            Operand::Fp8(x) => {
+            None => Ok(()),
+        };
+        // The GEMM reads the adapter's output while it multiplies. A small GEMM that adds that output afterwards takes
+        // as long as it takes to read and write memory.
+        let after_adapter = bias.is_none() && layer.is_adapted(shape.outputs);
+        let acc = if after_adapter {
+            adapter(Accumulate::Overwrite)?;
+            Accumulate::Add
+        } else {
+            Accumulate::Overwrite
+        };
+        let LinearShape { rows, inputs: depth, outputs: cols } = shape;
+        match x {
+            Operand::Plain(x) if after_adapter => {
+                let (x, w) = (Matrix::new(x.tensor.all(), depth), self.param(&layer.weight));
+                self.add_product([rows, cols, depth], x, Matrix::new(w, depth).t(), y.all())?;
+            }
+            Operand::Plain(x) => {
+                let (x, w, y) = (x.tensor.all(), self.param(&layer.weight), y.all());
+                self.backend.run(LinearForward { shape, x, w, bias, y })?;
+            }
+            Operand::Fp8(x) | Operand::Both(_, x) => {
                 let w = self.rounded_weights(layer, shape, Use::Rows)?;
-                let LinearShape { rows, inputs: depth, outputs: cols } = shape;
-                let (a, b, y, acc) = (x.part(Use::Rows), w.part(Use::Rows), y.all(), Accumulate::Overwrite);
+                let (a, b, y) = (x.part(Use::Rows), w.part(Use::Rows), y.all());
                 self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
             }
+        }
+        if !after_adapter {
+            adapter(Accumulate::Add)?;
         }
         Ok(y)
     }
 
-    /// Adds the product of an adapted layer to the output of its adapter. The GEMM reads that while it multiplies; a
-    /// small GEMM that adds the adapter's output afterwards takes as long as it takes to read and write memory.
+    /// Adds a product to `c`.
     fn add_product(
         &self,
         [rows, cols, depth]: [usize; 3],
@@ -234,24 +267,28 @@ impl Model {
     /// Computes the gradient of a layer's input, and those of its adapter.
     pub(super) fn input_gradient(&self, args: LayerBackward<'_>) -> Result<Tensor> {
         let LayerBackward { shape, layer, x, dy, .. } = args;
-        let dx = self.activation(shape.rows * shape.inputs)?;
-        match (dy, x, &layer.adapter) {
-            (Operand::Plain(dy, _), Operand::Plain(x, z), Some(adapter)) => {
-                let LinearShape { rows, inputs: cols, outputs: depth } = shape;
-                self.adapter_backward(args, adapter, [x, dy, &dx], z.get())?;
-                let (dy, w) = (Matrix::new(dy.all(), depth), Matrix::new(self.param(&layer.weight), cols));
-                self.add_product([rows, cols, depth], dy, w, dx.all())?;
+        let LinearShape { rows, inputs: cols, outputs: depth } = shape;
+        let dx = self.activation(rows * cols)?;
+        let adapted = layer.adapter.as_ref().zip(x.unrounded()).zip(dy.unrounded());
+        let acc = if let Some(((adapter, x), dy)) = adapted {
+            self.adapter_backward(args, adapter, [&x.tensor, &dy.tensor, &dx], x.z.get())?;
+            Accumulate::Add
+        } else {
+            Accumulate::Overwrite
+        };
+        match dy {
+            Operand::Plain(dy) if acc == Accumulate::Add => {
+                let (dy, w) = (Matrix::new(dy.tensor.all(), depth), self.param(&layer.weight));
+                self.add_product([rows, cols, depth], dy, Matrix::new(w, cols), dx.all())?;
             }
-            (Operand::Plain(dy, _), ..) => {
-                let (dy, w, dx) = (dy.all(), self.param(&layer.weight), dx.all());
+            Operand::Plain(dy) => {
+                let (dy, w, dx) = (dy.tensor.all(), self.param(&layer.weight), dx.all());
                 self.backend.run(LinearBackwardInput { shape, dy, w, dx })?;
             }
-            (Operand::Fp8(dy), ..) => {
+            Operand::Fp8(dy) | Operand::Both(_, dy) => {
                 let w = self.rounded_weights(layer, shape, Use::Columns)?;
-                let LinearShape { rows, inputs: cols, outputs: depth } = shape;
                 let (a, b, y) = (dy.part(Use::Rows), w.part(Use::Columns), dx.all());
-                let (bias, acc) = (None, Accumulate::Overwrite);
-                self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
+                self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias: None, y, acc })?;
             }
         }
         Ok(dx)

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::{JobSpec, Optimizer, Precision, Shard, one_or_more};
+use super::{JobSpec, Optimizer, Shard, one_or_more};
 use crate::invalid::Invalid;
 use crate::model::{Arch, ModelShape};
 
@@ -200,10 +200,6 @@ impl LoraSection {
         if self.targets.is_empty() {
             return invalid("lora.targets", "no layer has an adapter", "\"all-linear\", or names of layers");
         }
-        if spec.engine.precision == Some(Precision::Fp8) {
-            let problem = "adapters read inputs of layers that FP8 does not keep";
-            return invalid("engine.precision", problem, "\"bf16\" with lora.rank above 0");
-        }
         if spec.train.optimizer != Optimizer::AdamW {
             let problem = "adapters are trained with AdamW only: Muon is for whole matrices";
             return invalid("train.optimizer", problem, "\"adamw\" with lora.rank above 0");
@@ -285,7 +281,6 @@ mod tests {
         assert_eq!(error(|spec| spec.lora.dropout = 0.1), Some("lora.dropout"));
         assert_eq!(error(|spec| spec.lora.alpha = Some(-1.0)), Some("lora.alpha"));
         assert_eq!(error(|spec| spec.lora.targets.clear()), Some("lora.targets"));
-        assert_eq!(error(|spec| spec.engine.precision = Some(Precision::Fp8)), Some("engine.precision"));
         assert_eq!(error(|spec| spec.train.optimizer = Optimizer::Muon), Some("train.optimizer"));
         assert_eq!(error(|spec| spec.comm.shard = Shard::Optimizer), Some("comm.shard"));
         let wrong = |spec: &mut JobSpec| {
