@@ -44,7 +44,7 @@ pub struct Joining {
 #[derive(Clone, Debug)]
 pub(super) struct Candidacy {
     pub(super) spec: GroupSpec,
-    /// Without this node's place among the nodes.
+    /// The work of this agent. Its place among the nodes is filled in when it joins.
     pub(super) greeting: Greeting,
     pub(super) security: Security,
 }

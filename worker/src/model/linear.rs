@@ -32,11 +32,11 @@ use super::layout::Linear;
 /// A layer's input, or the gradient of its output.
 #[derive(Debug)]
 pub(super) enum Operand {
-    /// For the layer and its adapter.
+    /// The layer and its adapter read the unrounded tensor.
     Plain(Unrounded),
-    /// Rounded to FP8, for a layer whose weights are trained.
+    /// The layer, whose weights are trained, reads the tensor in FP8.
     Fp8(Fp8Tensor),
-    /// For the adapter, and rounded to FP8 for the layer, whose weights are frozen.
+    /// The layer, whose weights are frozen, reads the tensor in FP8, and its adapter reads it unrounded.
     Both(Unrounded, Fp8Tensor),
 }
 
@@ -44,7 +44,7 @@ pub(super) enum Operand {
 #[derive(Debug)]
 pub(super) struct Unrounded {
     tensor: Rc<Tensor>,
-    /// Of an adapted layer's input, once forward has computed it.
+    /// The adapter's projection of a layer's input, set by forward and read by backward.
     z: OnceCell<Tensor>,
 }
 

@@ -1,4 +1,4 @@
-//! What hooks get to know about a job.
+//! Facts about a job, for its hooks.
 
 use crate::state::{Entry, Phase};
 use xlaunch_proto::v1::{JobKind, NodeJobState};

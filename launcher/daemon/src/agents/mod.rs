@@ -14,7 +14,7 @@
 //! - [`follow`]: the task that follows one start of a job; [`connect`]: connections to agents;
 //! - `process`, `unit`: an agent as a detached process, or as a systemd unit; [`task_cgroup`]: limits of the former;
 //! - [`start`]: what is started: agents, and processes of the daemon itself, which are [`hooks`] and [`examination`];
-//! - [`facts`]: what hooks get to know about a job.
+//! - [`facts`]: facts about a job, for its hooks.
 
 mod client;
 pub(crate) mod connect;

@@ -53,7 +53,7 @@ const AGENT_EVENT_CAPACITY: usize = 1024;
 /// Interval of watchdog notifications, and of attempts to rewrite a journal that could not be written.
 const MANAGER_TICK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What the manager works with, acquired before it runs.
+/// Resources and settings of the manager, acquired before it runs.
 #[derive(Debug)]
 pub(crate) struct Setup {
     pub(crate) journal: Journal<Record>,
