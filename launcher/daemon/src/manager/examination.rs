@@ -34,9 +34,8 @@ impl Manager {
         caller: &Caller,
         examine: &ExamineRequest,
     ) -> Result<mpsc::Receiver<ExamineReply>, CommandError> {
-        let gpus = self.setup.gpus.borrow().gpus.clone();
-        let known = gpus.into_iter().map(|gpu| gpu.status.index).zip(self.resources().gpus);
-        let known: Vec<(u32, GpuSlot)> = known.collect();
+        let indices: Vec<u32> = self.setup.gpus.borrow().gpus.iter().map(|gpu| gpu.status.index).collect();
+        let known: Vec<(u32, GpuSlot)> = indices.into_iter().zip(self.resources().gpus).collect();
         let choices = self.jobs.choose(caller, &examine.gpus, &known)?;
         let gpus: Vec<String> =
             choices.iter().filter(|gpu| gpu.skipped.is_none()).map(|gpu| gpu.uuid.clone()).collect();

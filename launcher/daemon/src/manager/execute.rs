@@ -7,6 +7,7 @@ use xlaunch_proto::v1::{DrainRequest, Job, NodeStatus, UpdateRequest};
 use super::Manager;
 use crate::allowed_variables;
 use crate::commands::{Command, CommandError, Reply, Submission};
+use crate::gpus::GpuFacts;
 use crate::runtime::Stop;
 use crate::state::{Element, Hold, Jobs, Record};
 use crate::submission::{self, MAX_NAME_BYTES};
@@ -126,8 +127,8 @@ impl Manager {
     }
 
     fn drain(&mut self, caller: &Caller, drain: &DrainRequest) -> Result<NodeStatus, CommandError> {
-        let gpus = self.setup.gpus.borrow().gpus.clone();
-        let known: Vec<_> = gpus.into_iter().map(|gpu| (gpu.status.index, gpu.status.uuid)).collect();
+        let index_and_uuid = |gpu: &GpuFacts| (gpu.status.index, gpu.status.uuid.clone());
+        let known: Vec<_> = self.setup.gpus.borrow().gpus.iter().map(index_and_uuid).collect();
         self.write(Jobs::drain(caller, drain, &known, self.now())?)?;
         let DrainRequest { gpus, undo, reason } = drain;
         let target = if gpus.is_empty() { "the node".into() } else { format!("GPU {}", gpus.join(", ")) };
