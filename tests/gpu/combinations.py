@@ -20,6 +20,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 
 import runner
 
@@ -146,7 +147,9 @@ def difference(found, expected, precision):
 
 
 def one(options, scratch, data, seed):
-    """Returns the number of GPU runs and the differences of a seed; no run if the CPU refuses it."""
+    """Returns the number of GPU runs and the differences of a seed; no run if the CPU refuses it, or time is up."""
+    if time.monotonic() > options.end:
+        return 0, []
     rng = random.Random(seed)
     fp8 = rng.random() < 0.3
     settings = model(rng, fp8)
@@ -206,6 +209,7 @@ def main():
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     options.binary = options.binary.resolve()
+    options.end = time.monotonic() + options.seconds
     if options.device == "cuda":
         print(runner.hardware())
     with tempfile.TemporaryDirectory() as scratch:
