@@ -7,7 +7,7 @@ use minijinja::value::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::content::probe;
-use super::row::{ASSISTANT, Chat, Row, has_role, is_counted, parse};
+use super::row::{ASSISTANT, Chat, Row, THOUGHTS, has_role, has_thoughts, is_counted, parse};
 use super::spans::{self, Endings};
 use super::template::{LeftOut, Marked, Template};
 use super::templates::Templates;
@@ -21,6 +21,7 @@ const MASK_HELP: &str = "help: use a template with `generation` blocks (--chat-t
 /// Texts of short chats that templates are examined with, which templates themselves do not contain.
 const QUESTION: &str = "7q3";
 const ANSWER: &str = "7a4";
+const THOUGHT: &str = "7t5";
 
 /// Encodes rows with one tokenizer and its templates.
 #[derive(Clone, Debug)]
@@ -45,6 +46,8 @@ struct Format {
     closing: Option<String>,
     /// The token that ends an answer only if another message follows.
     separator: Option<String>,
+    /// Whether the template writes the thoughts of the last answer. Many leave out those of earlier ones.
+    writes_thoughts: bool,
 }
 
 /// The result of a row.
@@ -57,6 +60,8 @@ pub(crate) enum Outcome {
     Document {
         document: Document,
         truncated: bool,
+        /// The chat has thoughts, but the template writes none.
+        loses_thoughts: bool,
     },
 }
 
@@ -97,7 +102,7 @@ impl ChatEncoder {
             Row::Text(text) => self.text("", &text)?,
         };
         if self.fits(&document) {
-            Ok(Outcome::Document { document, truncated: false })
+            Ok(Outcome::Document { document, truncated: false, loses_thoughts: false })
         } else {
             Ok(Outcome::Dropped)
         }
@@ -141,10 +146,11 @@ impl ChatEncoder {
     fn chat(&self, chat: &Chat) -> Result<Outcome, String> {
         let format = self.with_tools.as_ref().filter(|_| !chat.tools.is_none()).unwrap_or(&self.default);
         let messages = format.template.adapted(&chat.messages)?;
+        let loses_thoughts = !format.writes_thoughts && messages.iter().any(has_thoughts);
         let beginning = |count: usize| self.beginning(format, &messages[..count], chat);
         let whole = beginning(messages.len())?.ok_or("the chat has no token to train on")?;
         if self.fits(&whole) {
-            return Ok(Outcome::Document { document: whole, truncated: false });
+            return Ok(Outcome::Document { document: whole, truncated: false, loses_thoughts });
         }
         // A turn ends before the next message of the user.
         let is_end =
@@ -161,7 +167,8 @@ impl ChatEncoder {
         Ok(match best {
             // Copies of a chat stay together, also where another part of it was left out.
             Some(document) => {
-                Outcome::Document { document: Document { hash: whole.hash, ..document }, truncated: true }
+                let document = Document { hash: whole.hash, ..document };
+                Outcome::Document { document, truncated: true, loses_thoughts }
             }
             None => Outcome::Dropped,
         })
@@ -318,10 +325,11 @@ fn counted_blocks(
 impl Format {
     /// Renders short chats to find out what a template does.
     fn of(template: &Template, tokens: &[String]) -> Self {
-        let render = |texts: &[&str]| {
-            let messages = template.adapted(&probe(texts)).ok()?;
+        let render_all = |messages: &[Value]| {
+            let messages = template.adapted(messages).ok()?;
             template.render(&Value::from(messages), &Value::from(()), false).ok()
         };
+        let render = |texts: &[&str]| render_all(&probe(texts));
         let chats = render(&[QUESTION, ANSWER]).zip(render(&[QUESTION, ANSWER, "c", "d"]));
         let chats = chats.as_ref();
         let closing = template
@@ -329,10 +337,15 @@ impl Format {
             .filter(|token| chats.is_some_and(|(short, long)| spans::is_closing(short, long, token)));
         let separator =
             chats.and_then(|(short, long)| spans::separator(short, long, [QUESTION, ANSWER], tokens));
+        let thoughts = THOUGHTS.map(|name| (name, THOUGHT));
+        let answer = [("role", ASSISTANT), ("content", ANSWER)].into_iter().chain(thoughts);
+        let thoughtful = render_all(&[probe(&[QUESTION]), vec![Value::from_pairs(answer)]].concat());
         Self {
             template: template.clone(),
             closing: closing.map(String::from),
             separator: separator.map(String::from),
+            // A template that rejects the chat says so itself.
+            writes_thoughts: thoughtful.is_none_or(|text| text.contains(THOUGHT)),
         }
     }
 }

@@ -9,6 +9,9 @@ pub(crate) const ASSISTANT: &str = "assistant";
 /// Fields of a message that may hold the model's thoughts. Templates read the first of them.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
+/// Names under which templates get the thoughts, whichever of [`REASONING`] a message has.
+pub(crate) const THOUGHTS: [&str; 2] = ["thinking", "reasoning_content"];
+
 /// Names of roles in ShareGPT's rows, and the role that each stands for.
 const SHAREGPT_ROLES: [(&str, &str); 5] =
     [("human", "user"), ("user", "user"), ("gpt", ASSISTANT), ("assistant", ASSISTANT), ("system", "system")];
@@ -231,6 +234,11 @@ pub(crate) fn has_role(message: &Value, role: &str) -> bool {
     message.get_attr("role").is_ok_and(|found| found.as_str() == Some(role))
 }
 
+/// Returns whether a message of a row holds the model's thoughts.
+pub(crate) fn has_thoughts(message: &Value) -> bool {
+    message.get_attr(THOUGHTS[0]).is_ok_and(|thoughts| thoughts.is_true())
+}
+
 /// Returns whether the loss of an answer counts: not with `weight` 0, as in OpenAI's format.
 pub(crate) fn is_counted(message: &Value) -> bool {
     let weight = message.get_attr("weight").ok().and_then(|weight| f64::try_from(weight).ok());
@@ -325,11 +333,11 @@ fn message(message: &Value, at: &str) -> Result<Value, String> {
             pairs.iter().position(|(key, _)| key.as_str() == Some(name))
         };
         // Some templates print whole messages: the order is that of `transformers`.
-        let thinking = place(&pairs, "thinking").map(|place| pairs.remove(place).1);
-        pairs.insert(0, (Value::from("thinking"), thinking.unwrap_or_else(|| reasoning.clone())));
-        match place(&pairs, "reasoning_content") {
+        let thinking = place(&pairs, THOUGHTS[0]).map(|place| pairs.remove(place).1);
+        pairs.insert(0, (Value::from(THOUGHTS[0]), thinking.unwrap_or_else(|| reasoning.clone())));
+        match place(&pairs, THOUGHTS[1]) {
             Some(place) => pairs[place].1 = reasoning,
-            None => pairs.push((Value::from("reasoning_content"), reasoning)),
+            None => pairs.push((Value::from(THOUGHTS[1]), reasoning)),
         }
     }
     Ok(Value::from_pairs(pairs))

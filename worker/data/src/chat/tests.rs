@@ -95,7 +95,7 @@ fn supervised(document: &Document) -> Vec<String> {
 
 fn trained_on(template: &str, row: &str) -> Result<Vec<String>, String> {
     match encode(&encoder(template, None), row)? {
-        Outcome::Document { document, truncated: false } => {
+        Outcome::Document { document, truncated: false, .. } => {
             assert_eq!(document.ids.len(), document.mask.len());
             Ok(supervised(&document))
         }
@@ -478,7 +478,7 @@ fn long_chats_lose_whole_turns_at_their_end() {
     let length = |text: &str| tokenizer().encode_prompt(text, false).unwrap().len();
     for (max, expected) in [(length(&whole), &whole[..]), (length(&whole) - 1, first), (length(first), first)]
     {
-        let Outcome::Document { document, truncated } = outcome(max) else { panic!("dropped at {max}") };
+        let Outcome::Document { document, truncated, .. } = outcome(max) else { panic!("dropped at {max}") };
         assert_eq!((tokenizer().decode(&document.ids).as_str(), truncated), (expected, expected == first));
         assert!(document.mask.contains(&true));
     }

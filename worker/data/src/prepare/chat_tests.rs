@@ -171,6 +171,24 @@ fn chat_that_cannot_be_used_is_named_and_leaves_nothing() {
 }
 
 #[test]
+fn chats_whose_thoughts_the_template_does_not_write_are_counted() {
+    let thinking = r#"{"messages": [{"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "thinking": "because"}]}"#;
+    let lines = format!("{}\n{}", thinking.replace('\n', ""), chat("a", "x"));
+    let mut prepared = Prepared::new("a.jsonl", lines);
+    let (_, notes) = prepared.run().unwrap();
+    assert!(notes[0].starts_with("1 chats have thoughts (`reasoning_content`)"), "{notes:?}");
+    let template = prepared.dir.path().join("template");
+    fs_err::write(&template, TEMPLATE.replace("m.content", "(m.reasoning_content or '') + m.content"))
+        .unwrap();
+    prepared.options.chat.as_mut().unwrap().templates = Templates::find("bytes", Some(&template)).unwrap();
+    prepared.options.overwrite = true;
+    let (manifest, notes) = prepared.run().unwrap();
+    assert_eq!(notes, [""; 0]);
+    assert_eq!(prepared.texts(&manifest.train)[0], "user:a\nassistant:BECAUSEB\n");
+}
+
+#[test]
 fn left_out_turns_and_chats_are_counted() {
     let two = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#;

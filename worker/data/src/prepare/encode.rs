@@ -43,6 +43,8 @@ pub(super) struct Encoded {
     pub(super) ends: BTreeSet<u32>,
     pub(super) truncated: u64,
     pub(super) dropped: u64,
+    /// Chats whose thoughts the template does not write.
+    pub(super) lost_thoughts: u64,
 }
 
 /// A document, or a part of one.
@@ -131,10 +133,11 @@ impl Encoder {
         match chats.encode(&row)? {
             Outcome::Empty => {}
             Outcome::Dropped => out.dropped += 1,
-            Outcome::Document { document, truncated } => {
+            Outcome::Document { document, truncated, loses_thoughts } => {
                 out.ends.extend(chats.ends(&document));
                 let Document { ids, mask, bytes, hash } = document;
                 out.truncated += u64::from(truncated);
+                out.lost_thoughts += u64::from(loses_thoughts);
                 out.parts.push(Part { start: Some(hash), ids: ids.len(), bytes });
                 out.ids.extend(ids);
                 out.mask.extend(mask);

@@ -229,7 +229,7 @@ fn write(
 ) -> Result<Found, PrepareError> {
     let (mut early, mut next) = (BTreeMap::new(), 0);
     let mut progress = Progress { size, ..Progress::default() };
-    let (mut skipped, mut found) = (Skipped::default(), Found::default());
+    let (mut skipped, mut found, mut lost_thoughts) = (Skipped::default(), Found::default(), 0);
     for (number, result) in results {
         early.insert(number, result);
         while let Some(result) = early.remove(&next) {
@@ -242,6 +242,7 @@ fn write(
                     found.ends.extend(encoded.ends);
                     found.truncated += encoded.truncated;
                     found.dropped += encoded.dropped;
+                    lost_thoughts += encoded.lost_thoughts;
                     budget.give_back(bytes);
                     progress.read += encoded.read;
                     (progress.documents, progress.tokens) = writer.written();
@@ -262,6 +263,12 @@ fn write(
         report(Event::Note(format!(
             "left out {} chats whose first turn is longer than --max-tokens",
             found.dropped
+        )));
+    }
+    if lost_thoughts > 0 {
+        report(Event::Note(format!(
+            "{lost_thoughts} chats have thoughts (`reasoning_content`), of which the template writes nothing; another \
+             one can be named with --chat-template"
         )));
     }
     Ok(found)
