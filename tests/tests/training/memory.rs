@@ -24,14 +24,14 @@ xlaunch_harness::tests! {
     worker_ended_by_the_oom_killer_is_out_of_memory;
 }
 
-const STEPS: u64 = 800;
+const STEPS: u64 = 400;
 const EVERY: u64 = 20;
 const FROM_MEMORY: &str = "from a memory snapshot";
 
-/// Returns the arguments of a job with 800 steps of some milliseconds each that saves every 20 steps to `saved`.
+/// Returns the arguments of a job with 400 steps of some milliseconds each that saves every 20 steps to `saved`.
 fn args<'a>(ranks: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let settings = [
-        "train.steps=800",
+        "train.steps=400",
         "train.batch=16",
         "checkpoint.every=20",
         "checkpoint.dir=\"saved\"",
