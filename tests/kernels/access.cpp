@@ -112,6 +112,12 @@ static bool all_set(const uint8_t* flags, size_t count) {
         memcpy(&word, flags, 4);
         return word == 0x01010101;
     }
+    if (count == 8 || count == 16) {
+        constexpr uint64_t ALL = 0x0101010101010101;
+        uint64_t low, high;
+        memcpy(&low, flags, 8), memcpy(&high, flags + count - 8, 8);
+        return low == ALL && high == ALL;
+    }
     return count == 2 ? flags[0] & flags[1] : !memchr(flags, 0, count);
 }
 
@@ -127,9 +133,17 @@ static bool same(const T& a, const T& b) {
 }
 
 // Whether an access is one of a local variable that needs no check. Most accesses are.
-static inline bool is_local(uintptr_t address) {
-    if ((address ^ reinterpret_cast<uintptr_t>(__builtin_frame_address(0))) >= STACK_BYTES) return false;
-    return !runner || !runner->async.multiplies;
+static inline __attribute__((always_inline)) bool is_local(uintptr_t address) {
+#ifdef __x86_64__
+    // In place of the frame's address, for which each hook would need a frame.
+    uintptr_t stack;
+    asm("movq %%rsp, %0" : "=r"(stack));
+#else
+    auto stack = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+#endif
+    if ((address ^ stack) >= STACK_BYTES) return false;
+    Runner* r = runner;
+    return !r || !r->async.multiplies || !r->current || !r->has_registers_in_use();
 }
 
 // Returns whether a read has no conflict and changes nothing, as most do: it follows one of the same thread, or those
@@ -144,6 +158,63 @@ static inline bool is_known_reader(const Cell& cell, uint32_t time, const Access
     if (reader.thread == MANY_THREADS) return true;
     bool is_same = reader.thread == own.thread || reader.thread == (warp_of(own.thread) | WHOLE_WARP);
     return is_same && cell.reader_warp_epoch == warp_epoch;
+}
+
+// Checks and records a plain access without conflict, as nearly all are. Returns false if `access` must look at it,
+// which repeats everything: the access is a mistake, or rarer than it is worth here.
+template <size_t SIZE, bool WRITE>
+static inline __attribute__((always_inline)) bool is_common(uintptr_t address) {
+    Runner* r = runner;
+    if (!r || !r->current || address % SIZE) return false;
+    const Fiber& self = *r->current;
+    uint16_t thread = r->number_of(self), epoch = r->epoch, warp_epoch = self.warp_epoch;
+    Access own{1, thread, epoch};
+    Cell* cells;
+    uint8_t* written;
+    uint32_t time;
+    bool is_contended = false;
+    if (SharedMemory* shared = r->shared_at(address)) {
+        if (shared->end - address < SIZE || !shared->atomics.empty()) return false;
+        size_t offset = address - shared->begin;
+        auto& accessed_before = r->async.accessed_before;
+        if (WRITE) {
+            if (r->async.multiplies || !accessed_before.empty()) return false;
+        } else if (shared == &r->dynamic && !accessed_before.empty()) {
+            unsigned warp = warp_of(thread);
+            accessed_before[offset / 16][warp] = r->async.arrivals[warp] + 1;
+        }
+        cells = &shared->cells[offset / 2], written = &shared->written[offset], time = shared->time;
+    } else {
+        if (!arena.contains(address)) return false;
+        uintptr_t end = arena.end_of(address);
+        if (address >= end || end - address < SIZE) return false;
+        cells = cell_of(address), written = written_of(address), time = r->grid.number;
+        own.block = static_cast<uint32_t>(r->block + 1);
+        is_contended = r->grid.is_parallel;
+    }
+    if (WRITE) set_all(written, SIZE);
+    else if (!all_set(written, SIZE)) return false;
+    auto follows = [&](const Access& other, uint16_t other_warp_epoch) {
+        return !other.block ||
+               (other.block == own.block && ordered(other, other_warp_epoch, thread, epoch, warp_epoch));
+    };
+    CellLock lock;
+    for (size_t i = 0; i < (SIZE + 1) / 2; i++) {
+        Cell& cell = cells[i];
+        if (is_contended) lock.hold(&cell);
+        if (cell.time != time) {
+            cell = {time, 0, uint16_t(WRITE ? warp_epoch : 0), uint16_t(WRITE ? 0 : warp_epoch), {}, {}};
+            (WRITE ? cell.writer : cell.reader) = own;
+        } else if (WRITE) {
+            if (!follows(cell.writer, cell.writer_warp_epoch) || !follows(cell.reader, cell.reader_warp_epoch))
+                return false;
+            cell.writer = own, cell.writer_warp_epoch = warp_epoch;
+        } else if (!is_known_reader(cell, time, own, warp_epoch)) {
+            if (!follows(cell.writer, cell.writer_warp_epoch)) return false;
+            add_reader(cell.reader, cell.reader_warp_epoch, own, warp_epoch);
+        }
+    }
+    return true;
 }
 
 void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, const Site* site) {
@@ -276,18 +347,20 @@ void emulator_written_alike(const void* p, size_t bytes) {
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
-#define HOOK(name, size, write, kind)                                                                 \
+#define HOOK(name, size, write, kind, is_checked)                                                     \
     void __tsan_##name(void* p) {                                                                     \
         auto address = reinterpret_cast<uintptr_t>(p);                                                \
-        if (!is_local(address)) access(address, size, write, kind, __builtin_return_address(0)); \
+        if (is_local(address) || is_checked) return;                                                  \
+        access(address, size, write, kind, __builtin_return_address(0));                              \
     }
-#define HOOKS(size)                                         \
-    HOOK(read##size, size, false, Kind::Plain)              \
-    HOOK(write##size, size, true, Kind::Plain)              \
-    HOOK(unaligned_read##size, size, false, Kind::Plain)    \
-    HOOK(unaligned_write##size, size, true, Kind::Plain)    \
-    HOOK(volatile_read##size, size, false, Kind::Volatile)  \
-    HOOK(volatile_write##size, size, true, Kind::Volatile)
+#define COMMON(size, write) is_common<size, write>(address)
+#define HOOKS(size)                                                                   \
+    HOOK(read##size, size, false, Kind::Plain, COMMON(size, false))                   \
+    HOOK(write##size, size, true, Kind::Plain, COMMON(size, true))                    \
+    HOOK(unaligned_read##size, size, false, Kind::Plain, COMMON(size, false))         \
+    HOOK(unaligned_write##size, size, true, Kind::Plain, COMMON(size, true))          \
+    HOOK(volatile_read##size, size, false, Kind::Volatile, false)                     \
+    HOOK(volatile_write##size, size, true, Kind::Volatile, false)
 HOOKS(1)
 HOOKS(2)
 HOOKS(4)

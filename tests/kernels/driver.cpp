@@ -173,7 +173,7 @@ int cuMemAlloc_v2(uintptr_t* address, size_t bytes) {
     *address = allocate(bytes);
     return *address ? SUCCESS : failed(OUT_OF_MEMORY, "out of memory");
 }
-int cuMemFree_v2(uintptr_t address) { return unmap(address), SUCCESS; }
+int cuMemFree_v2(uintptr_t address) { return deallocate(address), SUCCESS; }
 int cuMemHostAlloc(void** address, size_t bytes, unsigned) {
     *address = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     if (!*address) return failed(OUT_OF_MEMORY, "out of memory");

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 
@@ -19,12 +20,61 @@ uint8_t* reserve_lazily(size_t bytes) {
     return p == MAP_FAILED ? nullptr : static_cast<uint8_t*>(p);
 }
 
+// Freed buffers of at most this size are kept, and reused once so many others were freed after them: their pages exist.
+// Until then they cannot be accessed.
+constexpr size_t LARGEST_KEPT = size_t(4) << 20, MOST_KEPT = size_t(32) << 20, REUSED_AFTER = 32;
+struct Freed {
+    uintptr_t address;
+    size_t size;
+};
+std::deque<Freed> kept;
+size_t kept_bytes = 0;
+
 std::mutex lock;
 uintptr_t next_offset = PAGE;
 size_t total = 0;
 std::map<uintptr_t, size_t> allocations, host_ranges;
 
 uintptr_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+// Returns the size of the range for a buffer: one of few sizes if the range is kept, up to an eighth larger.
+size_t range_for(size_t bytes) {
+    size_t step = PAGE;
+    if (bytes <= LARGEST_KEPT)
+        while (bytes > 8 * step) step *= 2;
+    return round_up(bytes, step);
+}
+
+void discard(uintptr_t address, size_t size) {
+    size_t offset = address - arena.base;
+    madvise(reinterpret_cast<void*>(address), size, MADV_DONTNEED);
+    madvise(arena.written + offset, size, MADV_DONTNEED);
+    madvise(arena.cells + offset / 2, size / 2 * sizeof(Cell), MADV_DONTNEED);
+}
+
+// Ends the allocation at this address. Returns its size, or 0 if there is none.
+size_t end_allocation(uintptr_t address) {
+    auto found = allocations.find(address);
+    if (found == allocations.end()) return 0;
+    size_t bytes = found->second;
+    for (uintptr_t page = address; page < address + bytes; page += PAGE) arena.ends[(page - arena.base) / PAGE] = 0;
+    total -= bytes;
+    allocations.erase(found);
+    return bytes;
+}
+
+// Returns a kept range of this size, as one that was never written; 0 if there is none.
+uintptr_t take_kept(size_t size) {
+    std::lock_guard<std::mutex> guard(lock);
+    for (size_t i = 0; i + REUSED_AFTER < kept.size(); i++) {
+        if (kept[i].size != size) continue;
+        uintptr_t address = kept[i].address;
+        kept.erase(kept.begin() + long(i)), kept_bytes -= size;
+        memset(written_of(address), 0, size);
+        return address;
+    }
+    return 0;
+}
 
 }  // namespace
 
@@ -58,23 +108,29 @@ void map(uintptr_t address, size_t bytes) {
 
 void unmap(uintptr_t address) {
     std::lock_guard<std::mutex> guard(lock);
-    const Arena& a = arena;
-    auto found = allocations.find(address);
-    if (found == allocations.end()) return;
-    size_t bytes = found->second;
-    for (uintptr_t page = address; page < address + bytes; page += PAGE) a.ends[(page - a.base) / PAGE] = 0;
-    size_t offset = address - a.base, whole = round_up(bytes, PAGE);
-    madvise(reinterpret_cast<void*>(address), whole, MADV_DONTNEED);
-    madvise(a.written + offset, whole, MADV_DONTNEED);
-    madvise(a.cells + offset / 2, whole / 2 * sizeof(Cell), MADV_DONTNEED);
-    total -= bytes;
-    allocations.erase(found);
+    if (size_t bytes = end_allocation(address)) discard(address, round_up(bytes, PAGE));
 }
 
 uintptr_t allocate(size_t bytes) {
-    uintptr_t address = allocated_bytes() + bytes <= TOTAL_BYTES ? reserve(bytes) : 0;
+    if (allocated_bytes() + bytes > TOTAL_BYTES) return 0;
+    size_t size = range_for(bytes);
+    uintptr_t address = take_kept(size);
+    if (!address) address = reserve(size);
     if (address) map(address, bytes);
     return address;
+}
+
+void deallocate(uintptr_t address) {
+    std::lock_guard<std::mutex> guard(lock);
+    size_t bytes = end_allocation(address);
+    if (!bytes) return;
+    size_t size = range_for(bytes);
+    if (bytes > LARGEST_KEPT) return discard(address, size);
+    kept.push_back({address, size}), kept_bytes += size;
+    for (; kept_bytes > MOST_KEPT; kept.pop_front()) {
+        discard(kept.front().address, kept.front().size);
+        kept_bytes -= kept.front().size;
+    }
 }
 
 size_t allocated_bytes() {

@@ -1,8 +1,8 @@
 // Device memory, and the state that is tracked for every byte of it.
 //
-// Device memory is a range of addresses of this process. Allocations are far apart, and their addresses are not reused,
-// so that every access outside an allocation is detected. For each byte, the emulator knows whether it was written; for
-// each pair of bytes, which thread last wrote and read it during the current launch.
+// Device memory is a range of addresses of this process. Allocations are far apart, and their addresses are not reused
+// soon, so that every access outside an allocation is detected. For each byte, the emulator knows whether it was
+// written; for each pair of bytes, which thread last wrote and read it during the current launch.
 #pragma once
 
 #include <atomic>
@@ -36,6 +36,7 @@ uintptr_t reserve(size_t bytes);
 void map(uintptr_t address, size_t bytes);
 void unmap(uintptr_t address);
 uintptr_t allocate(size_t bytes);
+void deallocate(uintptr_t address);
 size_t allocated_bytes();
 constexpr size_t TOTAL_BYTES = size_t(80) << 30;
 

@@ -178,6 +178,9 @@ struct Runner {
     void finish_multiplications();
     void join_clocks(unsigned first, unsigned threads, uint64_t mask);
     // Fail if registers, or bytes to write, belong to a multiplication that is not known to have ended.
+    bool has_registers_in_use() const {
+        return !async.warpgroups[number_of(*current) / WARPGROUP].accumulators.empty();
+    }
     void check_registers(uintptr_t address, size_t size, const char* what, const Site& site);
     void check_published(const Clock& known, uintptr_t address, size_t size, const Site& site);
     void check_operands(uintptr_t address, size_t size, const Site& site);
