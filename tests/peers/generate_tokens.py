@@ -2,8 +2,8 @@
 
     python3 tests/peers/generate_tokens.py --xlaunch PATH      # needs torch, transformers
 
-Generates 64 tokens after each of 20 prompts of different lengths, on the CPU in fp32: xlaunch with all prompts in one
-batch, transformers one by one. Exit code 1 if any text differs.
+Generates 64 tokens after each of 20 prompts of five lengths, on the CPU in fp32: xlaunch with all prompts in one batch,
+transformers with those of one length, which it does not pad. Exit code 1 if any text differs.
 """
 
 import argparse
@@ -19,7 +19,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import byte_vocabulary
 
-VOCAB, TOKENS, PROMPTS = 700, 64, 20
+VOCAB, TOKENS = 700, 64
+# In bytes.
+LENGTHS, PER_LENGTH = (2, 5, 23, 64, 101), 4
+PROMPTS = len(LENGTHS) * PER_LENGTH
 
 
 def models():
@@ -34,6 +37,13 @@ def models():
         yield f"llama, {kv_heads} key heads, {'tied' if tied else 'untied'}", LlamaForCausalLM(llama)
 
 
+def prompt(pick, length):
+    """Returns a random text that is this long in UTF-8, with one character of two bytes."""
+    letters = [*pick.choices("abc de\nf", k=length - 2), "\u00e9"]
+    pick.shuffle(letters)
+    return "".join(letters)
+
+
 def main():
     # The models are so small that more threads would only wait for each other.
     torch.set_num_threads(1)
@@ -41,7 +51,7 @@ def main():
     options.add_argument("--xlaunch", required=True)
     binary = options.parse_args().xlaunch
     pick = random.Random(3)
-    texts = ["".join(pick.choices("abc de\nf\u00e9", k=pick.randint(1, 100))) for _ in range(PROMPTS)]
+    texts = [prompt(pick, length) for length in LENGTHS for _ in range(PER_LENGTH)]
     different = 0
     for name, model in models():
         model = model.eval()
@@ -56,14 +66,16 @@ def main():
             done = subprocess.run(command, input=lines, capture_output=True, text=True)
         if done.returncode != 0:
             sys.exit(f"{name}: exit code {done.returncode}: {done.stderr}")
-        equal = 0
         # This is not splitlines, which also cuts at characters within a text.
-        for text, line in zip(texts, done.stdout.split("\n")):
-            ids = torch.tensor([byte_vocabulary.encode(text)])
+        ours = [json.loads(line)["text"] for line in done.stdout.split("\n") if line]
+        theirs = []
+        for at in range(0, PROMPTS, PER_LENGTH):
+            ids = torch.tensor([byte_vocabulary.encode(text) for text in texts[at : at + PER_LENGTH]])
             with torch.no_grad():
                 out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False,
                                      pad_token_id=0)
-            equal += byte_vocabulary.decode(out[0, ids.shape[1]:].tolist()) == json.loads(line)["text"]
+            theirs += [byte_vocabulary.decode(row[ids.shape[1]:].tolist()) for row in out]
+        equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
         print(f"{name}: {equal} of {PROMPTS} texts of {TOKENS} tokens are equal")
         different += PROMPTS - equal
     sys.exit(different > 0)

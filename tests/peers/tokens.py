@@ -35,18 +35,24 @@ LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[
           r"|\s+(?!\S)|\s+")
 
 
+def files(folder, suffix=""):
+    """Yields the files below a folder, without those of builds, in an order that is always the same."""
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != "target")
+        paths = (pathlib.Path(here, name) for name in sorted(names) if name.endswith(suffix))
+        yield from (path for path in paths if path.is_file())
+
+
 def machine_text(size):
     """Returns prose and code of this machine, half and half."""
-    library = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    code = [library.rglob("*.py"), ROOT.glob("**/src/**/*.rs")]
-    prose = [pathlib.Path("/usr/share/doc").rglob("*"), pathlib.Path("/usr/share/man").rglob("*.gz"),
-             ROOT.glob("docs/*.md"), ROOT.glob("*.md")]
+    code = [files(sysconfig.get_paths()["stdlib"], ".py"), files(ROOT, ".rs")]
+    prose = [files("/usr/share/doc"), files("/usr/share/man", ".gz"), files(ROOT, ".md")]
     texts = []
     for sources in (code, prose):
         left = size // 2
-        for path in (path for source in sources for path in sorted(source)):
-            if left <= 0 or "target" in path.parts or not path.is_file():
-                continue
+        for path in (path for source in sources for path in source):
+            if left <= 0:
+                break
             data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             text = data.decode(errors="ignore")[:left]
             texts.append(text)

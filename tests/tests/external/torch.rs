@@ -57,25 +57,26 @@ fn lightning_has_the_losses_of_torchrun() {
     assert_same_losses("with_lightning.py", 8);
 }
 
-/// Launches a script that saves every step; after a rank is killed, it is restarted and resumes.
+/// Launches a script that saves every step. After a rank of the preloaded workers is killed, they are restarted and
+/// resume.
 fn preloaded_workers_have_the_losses_of_plain_ones() {
     let launch = Launch::new();
-    let losses = |state: &str, options: &[&str]| {
+    let losses = |state: &str, options: &[&str], target: &[&str]| {
         let state = launch.path().join(state);
         std::fs::create_dir(&state).unwrap();
         let (script, state) = (script("resume.py"), state.display().to_string());
-        let target =
-            ["--nproc-per-node", "2", "--max-restarts", "1", &script, "--state", &state, "--kill-at", "3"];
-        let run = xlaunch(&[options, &target].concat());
+        let run =
+            xlaunch(&[options, &["--nproc-per-node", "2", &script, "--state", &state], target].concat());
         assert_eq!(run.code, 0, "{}", run.stderr);
-        assert!(run.stderr.contains("SIGKILL: killed); restarting"), "{}", run.stderr);
         let steps = run.stdout.lines().filter(|line| line.starts_with("step "));
         let losses: Vec<String> = steps.map(|line| line.split(' ').take(4).collect()).collect();
         assert_eq!(losses.len(), 6, "{}", run.stdout);
         (losses, run.stderr)
     };
-    let (plain, _) = losses("plain", &[]);
-    let (preloaded, stderr) = losses("preloaded", &["--preload", "torch,torch._dynamo"]);
+    let (plain, _) = losses("plain", &[], &[]);
+    let options = ["--max-restarts", "1", "--preload", "torch,torch._dynamo"];
+    let (preloaded, stderr) = losses("preloaded", &options, &["--kill-at", "3"]);
+    assert!(stderr.contains("SIGKILL: killed); restarting"), "{stderr}");
     assert!(!stderr.contains("preloading failed"), "{stderr}");
     assert_eq!(preloaded, plain);
 }

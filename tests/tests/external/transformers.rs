@@ -60,16 +60,18 @@ fn prompt() -> Vec<u32> {
     (0..32).map(|i| (i * i * 31 + 7) % 256).collect()
 }
 
-/// Compares the logits that transformers computes after each id of [`prompt`] with those of the forward pass of
-/// training and of cached decoding. Each model is a pair of the model to open here and the model to open there.
-fn assert_logits(job: &Job, models: &[(String, String)]) {
+/// Runs commands of `peers/huggingface.py`, and returns the output of each. In the same process, it computes the logits
+/// after each id of [`prompt`], which are compared with those of the forward pass of training and of cached decoding.
+/// Each model is a pair of the model to open here and the model to open there.
+fn judge_with_logits(job: &Job, commands: &[Vec<String>], models: &[(String, String)]) -> Vec<Value> {
     let ids: Vec<String> = prompt().iter().map(ToString::to_string).collect();
     let out = |index: usize| path(job, &format!("logits-{index}"));
-    let commands = models
+    let of_logits = models
         .iter()
         .enumerate()
         .map(|(index, (_, theirs))| [command(&["logits", theirs, &out(index)]), ids.clone()].concat());
-    judge(&commands.collect::<Vec<_>>());
+    let mut judged = judge(&commands.iter().cloned().chain(of_logits).collect::<Vec<_>>());
+    judged.truncate(commands.len());
     for (index, (ours, _)) in models.iter().enumerate() {
         let bytes = std::fs::read(out(index)).unwrap();
         let words = bytes.chunks_exact(4).map(|word| word.try_into().unwrap());
@@ -82,6 +84,7 @@ fn assert_logits(job: &Job, models: &[(String, String)]) {
             assert!(f64::from(distance) <= TOLERANCE, "{ours}: logits of {how} differ by {distance:.2e}");
         }
     }
+    judged
 }
 
 /// Returns the logits after each id of the prompt, computed by the forward pass of training.
@@ -140,14 +143,15 @@ fn exported_models_have_their_loss_and_logits_in_transformers() {
         let judged = command(&["loss", &export(&job, &["out"]), &path(&job, "text/val.bin"), "1", "32"]);
         (job, judged)
     };
-    let (jobs, judged): (Vec<Job>, Vec<_>) = models.iter().map(|(model, _)| train(model)).unzip();
-    for ((job, theirs), (model, class)) in jobs.iter().zip(judge(&judged)).zip(models) {
+    let (jobs, commands): (Vec<Job>, Vec<_>) = models.iter().map(|(model, _)| train(model)).unzip();
+    let checkpoint = |job: &Job| job.run_dir().join("checkpoints/step-00000030").display().to_string();
+    let pairs: Vec<_> = jobs.iter().map(|job| (checkpoint(job), path(job, "out"))).collect();
+    for ((job, theirs), (model, class)) in
+        jobs.iter().zip(judge_with_logits(&jobs[0], &commands, &pairs)).zip(models)
+    {
         assert_eq!(theirs["model"], class);
         assert_close(val_loss(job, 30), &theirs, &format!("{model:?}"));
     }
-    let checkpoint = |job: &Job| job.run_dir().join("checkpoints/step-00000030").display().to_string();
-    let models: Vec<_> = jobs.iter().map(|job| (checkpoint(job), path(job, "out"))).collect();
-    assert_logits(&jobs[0], &models);
 }
 
 fn models_of_transformers_have_their_loss_and_logits_here() {
@@ -178,12 +182,11 @@ fn models_of_transformers_have_their_loss_and_logits_here() {
         }
     }
     assert!(losses.len() >= 14);
-    for ((loss, model), theirs) in losses.into_iter().zip(judge(&judged)) {
-        assert_close(loss, &theirs, &model);
-    }
     let case = |case: &Value| path(&job, &format!("theirs/{}", case.as_str().unwrap()));
     let models: Vec<_> = cases.as_array().unwrap().iter().map(|it| (case(it), case(it))).collect();
-    assert_logits(&job, &models);
+    for ((loss, model), theirs) in losses.into_iter().zip(judge_with_logits(&job, &judged, &models)) {
+        assert_close(loss, &theirs, &model);
+    }
 }
 
 /// The whole comparison is `python3 tests/peers/model_families.py compare`; one process compares all families.
