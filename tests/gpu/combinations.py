@@ -180,7 +180,7 @@ def one(options, scratch, data, seed):
     runs = [("fp32", {})] + [(precision, execution(rng, options.nproc, adapter)) for precision in precisions]
     found = []
     for number, (precision, more) in enumerate(runs):
-        if number == 1 and settings.get("model.experts", 1) % options.nproc == 0:
+        if number == 1 and options.nproc > 1 and settings.get("model.experts", 1) % options.nproc == 0:
             more |= {"comm.experts": options.nproc, "comm.shard": "optimizer"}
         keys = settings | common | more | {"engine.device": options.device, "engine.precision": precision}
         if options.device == "cpu":
