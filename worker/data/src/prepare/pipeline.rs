@@ -32,6 +32,8 @@ pub(super) struct Found {
     pub(super) ends: BTreeSet<u32>,
     pub(super) truncated: u64,
     pub(super) dropped: u64,
+    /// Chats whose thoughts the template does not write.
+    lost_thoughts: u64,
 }
 
 /// Reads, encodes and writes all inputs.
@@ -229,7 +231,7 @@ fn write(
 ) -> Result<Found, PrepareError> {
     let (mut early, mut next) = (BTreeMap::new(), 0);
     let mut progress = Progress { size, ..Progress::default() };
-    let (mut skipped, mut found, mut lost_thoughts) = (Skipped::default(), Found::default(), 0);
+    let (mut skipped, mut found) = (Skipped::default(), Found::default());
     for (number, result) in results {
         early.insert(number, result);
         while let Some(result) = early.remove(&next) {
@@ -242,7 +244,7 @@ fn write(
                     found.ends.extend(encoded.ends);
                     found.truncated += encoded.truncated;
                     found.dropped += encoded.dropped;
-                    lost_thoughts += encoded.lost_thoughts;
+                    found.lost_thoughts += encoded.lost_thoughts;
                     budget.give_back(bytes);
                     progress.read += encoded.read;
                     (progress.documents, progress.tokens) = writer.written();
@@ -265,10 +267,11 @@ fn write(
             found.dropped
         )));
     }
-    if lost_thoughts > 0 {
+    if found.lost_thoughts > 0 {
         report(Event::Note(format!(
-            "{lost_thoughts} chats have thoughts (`reasoning_content`), of which the template writes nothing; another \
-             one can be named with --chat-template"
+            "{} chats have thoughts (`reasoning_content`), of which the template writes nothing; another one can be \
+             named with --chat-template",
+            found.lost_thoughts
         )));
     }
     Ok(found)
