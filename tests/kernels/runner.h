@@ -177,10 +177,11 @@ struct Runner {
     void finish_groups(unsigned later);
     void finish_multiplications();
     void join_clocks(unsigned first, unsigned threads, uint64_t mask);
-    // Fail if registers, or bytes to write, belong to a multiplication that is not known to have ended.
+    // Whether the current thread must not access some of its registers: `check_registers` finds none otherwise.
     bool has_registers_in_use() const {
         return !async.warpgroups[number_of(*current) / WARPGROUP].accumulators.empty();
     }
+    // Fail if registers, or bytes to write, belong to a multiplication that is not known to have ended.
     void check_registers(uintptr_t address, size_t size, const char* what, const Site& site);
     void check_published(const Clock& known, uintptr_t address, size_t size, const Site& site);
     void check_operands(uintptr_t address, size_t size, const Site& site);

@@ -363,7 +363,7 @@ def compare(xlaunch, case):
     check("loss", abs(first - exact) <= tolerance, detail)
     prompt = torch.tensor([byte_vocabulary.encode(PROMPT)])
     greedy = read.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS,
-                                      do_sample=False, pad_token_id=0)[0, prompt.shape[1]:]
+                           do_sample=False, pad_token_id=0)[0, prompt.shape[1]:]
     greedy, ours = byte_vocabulary.decode(greedy.tolist()), xlaunch.generate(directory)
     check("greedy", greedy == ours, f"{ours!r} here, {greedy!r} in transformers")
     # Steps.

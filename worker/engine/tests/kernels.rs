@@ -228,8 +228,8 @@ fn is_in_first_half(index: usize) -> bool {
     [0, 3].contains(&(index % 4))
 }
 
-/// Cases with several of the large tiles of the kernels for compute capability 9.0. All others have small tiles, of
-/// which other cases of this width have several.
+/// Cases that are large for the tiles of the kernels for compute capability 9.0. All other kernels have smaller tiles,
+/// of which smaller cases of this width have several.
 const LARGE_TILES: [&str; 2] =
     ["seq: 300, heads: 4, kv_heads: 2, width: 128", "batch: 2, seq: 128, heads: 4, kv_heads: 1, width: 128"];
 
