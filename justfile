@@ -10,7 +10,7 @@ build:
 
 # Run the tests, except the large suites.
 test:
-    cargo test --workspace
+    cargo test --release --workspace
 
 # Run all tests.
 test-all:

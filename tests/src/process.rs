@@ -30,7 +30,7 @@ pub fn xlaunch_path() -> &'static Path {
     })
 }
 
-/// Returns a build of `xlaunch` with fail points, in the profile `dev`.
+/// Returns a build of `xlaunch` with fail points, in the profile of the tests.
 ///
 /// # Panics
 /// If the build fails.
@@ -39,15 +39,14 @@ pub fn xlaunch_with_fail_points() -> &'static Path {
     PATH.get_or_init(|| {
         named_by(FAIL_BINARY_VARIABLE).unwrap_or_else(|| {
             // All packages are selected, so that dependencies have the features with which the tests were built.
-            let built = build(&["--workspace", "--features", "xlaunch/fail"]);
+            let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
+            let built = build(&["--workspace", "--features", "xlaunch/fail", "--profile", profile]);
             let copy = built.with_file_name("xlaunch-fail");
             let unfinished = copy.with_extension(std::process::id().to_string());
             std::fs::copy(&built, &unfinished).expect("copy xlaunch");
             std::fs::rename(&unfinished, &copy).expect("rename the copy");
-            if named_by(BINARY_VARIABLE) == Some(built) {
-                // The build has replaced the binary under test, so build that again.
-                build(&["--workspace"]);
-            }
+            // The build may have replaced the binary under test.
+            build(&["--workspace", "--profile", profile]);
             copy
         })
     })

@@ -1,10 +1,12 @@
-//! Runs the tests: `cargo xtask test` those of `cargo test --workspace`, `cargo xtask test --all` the large suites too.
+//! Runs the tests: `cargo xtask test` those of `cargo test --release --workspace`, `cargo xtask test --all` the large
+//! suites too. They are built in the profile of the `xlaunch` under test, which has compiled their dependencies.
 //!
 //! A large suite takes minutes, or does more than write to temporary directories. It has `test = false` in its
 //! manifest, so that cargo runs it only by name. cargo runs one test program at a time, though most wait for processes
 //! most of the time; here there is one per core. The output of a program is printed when the program ends.
 
 use std::collections::VecDeque;
+use std::ffi::OsString;
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -22,10 +24,14 @@ const FIRST: [&str; 9] =
     ["kernels", "external", "launch", "daemon", WORKSPACE, "hosts", "training", "nvrtc", "goldens"];
 
 /// The tests that are not in a large suite.
-const WORKSPACE: &str = "cargo test --workspace";
+const WORKSPACE: &str = "cargo test --release --workspace";
 
-/// Variable with the `xlaunch` that is tested, as in the harness of the tests.
+/// Variables with the `xlaunch` that is tested, and with one that has fail points, as in the harness of the tests.
 const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
+const FAIL_BINARY_VARIABLE: &str = "XLAUNCH_TEST_FAIL_BINARY";
+
+/// The package of the model checker's tests, which is not a part of the workspace.
+const LOOM: &str = "pool/loom/Cargo.toml";
 
 /// Lines that are repeated of a suite that ends without a list of failures.
 const LAST_LINES: usize = 40;
@@ -36,11 +42,13 @@ struct Suite {
     command: Command,
 }
 
-/// Runs the tests of `cargo test --workspace`; with `--all`, all tests, or only builds them. Returns whether they pass.
+/// Runs the tests of `cargo test --release --workspace`; with `--all`, all tests, or only builds them. Returns whether
+/// they pass.
 pub(crate) fn run(workspace: &Workspace, arguments: &[String]) -> Result<bool, Error> {
     match arguments {
         [] => {
-            let passed = cargo(&workspace.root).args(["test", "--workspace"]).status()?.success();
+            let passed =
+                cargo(&workspace.root).args(["test", "--release", "--workspace"]).status()?.success();
             println!("not run: {} (cargo xtask test --all)", workspace.large_suites.join(", "));
             Ok(passed)
         }
@@ -50,26 +58,33 @@ pub(crate) fn run(workspace: &Workspace, arguments: &[String]) -> Result<bool, E
     }
 }
 
-/// Builds all tests. Returns the large suites.
+/// Builds all tests and what they run. Returns the suites.
 fn build(workspace: &Workspace) -> Result<Vec<Suite>, Error> {
-    output(cargo(&workspace.root).args(["test", "--workspace", "--no-run"]))?;
-    build_large(workspace)
+    let mut others = cargo(&workspace.root);
+    others.args(["test", "--release", "--workspace", "--no-fail-fast"]);
+    let mut loom = cargo(&workspace.root);
+    loom.args(["test", "--release", "--locked", "--manifest-path", LOOM]);
+    let mut suites = Vec::new();
+    for (name, command) in [(WORKSPACE, others), ("loom", loom)] {
+        let mut build = cargo(&workspace.root);
+        output(build.args(command.get_args()).arg("--no-run"))?;
+        suites.push(Suite { name: name.into(), command });
+    }
+    suites.extend(build_large(workspace)?);
+    // The one under test is built last, as both have the same path.
+    let fail =
+        std::env::var_os(FAIL_BINARY_VARIABLE).map_or_else(|| build_with_fail_points(workspace), Ok)?;
+    let tested = std::env::var_os(BINARY_VARIABLE).map_or_else(|| build_binary(workspace, &[]), Ok)?;
+    for suite in &mut suites {
+        suite.command.env(BINARY_VARIABLE, &tested).env(FAIL_BINARY_VARIABLE, &fail);
+    }
+    Ok(suites)
 }
 
 fn run_all(workspace: &Workspace) -> Result<bool, Error> {
     let mut suites = build(workspace)?;
-    let tested = match std::env::var_os(BINARY_VARIABLE) {
-        Some(binary) => binary,
-        None => build_binary(workspace)?.into(),
-    };
-    let mut others = cargo(&workspace.root);
-    others.args(["test", "--workspace", "--no-fail-fast"]);
-    suites.push(Suite { name: WORKSPACE.into(), command: others });
     let rank = |suite: &Suite| FIRST.iter().position(|name| suite.name == *name);
     suites.sort_by_key(|suite| rank(suite).unwrap_or(FIRST.len()));
-    for suite in &mut suites {
-        suite.command.env(BINARY_VARIABLE, &tested);
-    }
     let (begin, idle) = (Instant::now(), idle_seconds());
     let failed = run_concurrently(suites)?;
     // More suites at a time help only if much of this is left.
@@ -86,7 +101,8 @@ fn run_all(workspace: &Workspace) -> Result<bool, Error> {
 /// Builds the large suites.
 fn build_large(workspace: &Workspace) -> Result<Vec<Suite>, Error> {
     let mut command = cargo(&workspace.root);
-    command.args(["test", "--workspace", "--no-run", "--message-format", "json-render-diagnostics"]);
+    command.args(["test", "--release", "--workspace", "--no-run"]);
+    command.args(["--message-format", "json-render-diagnostics"]);
     command.args(workspace.large_suites.iter().flat_map(|name| ["--test", name]));
     let text = output(&mut command)?;
     let messages = text.lines().filter_map(|line| serde_json::from_str(line).ok());
@@ -97,13 +113,21 @@ fn build_large(workspace: &Workspace) -> Result<Vec<Suite>, Error> {
     }
 }
 
-/// Builds the `xlaunch` that the suites test. Otherwise a test would build it, and its deadlines would include that.
-fn build_binary(workspace: &Workspace) -> Result<String, Error> {
+/// Builds `xlaunch` with fail points. Returns a copy.
+fn build_with_fail_points(workspace: &Workspace) -> Result<OsString, Error> {
+    let built = build_binary(workspace, &["--features", "fail"])?;
+    let copy = Path::new(&built).with_file_name("xlaunch-fail");
+    std::fs::copy(&built, &copy)?;
+    Ok(copy.into())
+}
+
+/// Builds an `xlaunch` for the suites. Otherwise a test would build it, and its deadlines would include that.
+fn build_binary(workspace: &Workspace, features: &[&str]) -> Result<OsString, Error> {
     let mut command = cargo(&workspace.root);
-    command.args(["build", "--release", "--package", "xlaunch", "--bin", "xlaunch"]);
+    command.args(["build", "--release", "--package", "xlaunch", "--bin", "xlaunch"]).args(features);
     let text = output(command.args(["--message-format", "json-render-diagnostics"]))?;
     let messages = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let mut binaries = messages.filter_map(|message| message["executable"].as_str().map(ToOwned::to_owned));
+    let mut binaries = messages.filter_map(|message| message["executable"].as_str().map(OsString::from));
     binaries.next().ok_or_else(|| "cargo has not built `xlaunch`".into())
 }
 

@@ -60,7 +60,7 @@ impl<D: SegmentDriver> Backing for Segments<D> {
 
     fn unmap(&mut self, offset: u64, bytes: u64) -> Result<()> {
         let index = self.up_to(offset) - 1;
-        debug_assert_eq!(self.segments[index].offset, offset, "segments are unmapped whole");
+        assert_eq!(self.segments[index].offset, offset, "segments are unmapped whole");
         self.driver.free(self.segments[index].address, bytes)?;
         self.segments.remove(index);
         Ok(())

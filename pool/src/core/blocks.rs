@@ -172,7 +172,7 @@ impl Blocks {
     pub(crate) fn split(&mut self, index: u32, lower: u32) -> u32 {
         let new = self.vacant.pop().unwrap_or_else(|| self.grow());
         let whole = self.get_mut(index);
-        debug_assert!(lower > 0 && lower < whole.granules);
+        assert!(lower > 0 && lower < whole.granules);
         let (start, granules, after) = (whole.start + lower, whole.granules - lower, whole.after);
         let (state, arena, stamp) = (whole.state, whole.arena, whole.stamp);
         whole.granules = lower;
@@ -198,7 +198,7 @@ impl Blocks {
         let next = self.get(index).after;
         let upper = self.get(next);
         let (granules, after, stamp) = (upper.granules, upper.after, upper.stamp);
-        debug_assert!(self.get(index).end() == upper.start && self.get(index).state == upper.state);
+        assert!(self.get(index).end() == upper.start && self.get(index).state == upper.state);
         let block = self.get_mut(index);
         block.granules += granules;
         block.after = after;

@@ -103,7 +103,7 @@ impl Tokens {
 
     /// Appends tokens `position..position + count` to `out`.
     pub fn read(&self, position: u64, count: usize, out: &mut Vec<i32>) -> Result<(), DataError> {
-        debug_assert!(position + count as u64 <= self.len);
+        assert!(position + count as u64 <= self.len);
         let (mut at, end) = (self.start + position, self.start + position + count as u64);
         let mut index = self.parts.partition_point(|part| part.start + part.tokens <= at);
         while at < end {

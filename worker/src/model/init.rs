@@ -59,7 +59,7 @@ struct Normal {
 impl Normal {
     /// Starts at an even position of the stream: a pair consumes two random numbers and yields two normal ones.
     fn at(seed: u64, name: &str, position: usize) -> Self {
-        debug_assert!(position.is_multiple_of(2));
+        assert!(position.is_multiple_of(2));
         let mut random = Random::new(seed, name);
         random.skip(position as u64);
         Self { random, spare: None }

@@ -125,7 +125,7 @@ impl Line {
 
     /// Returns the last flag of this name, which overrides earlier ones.
     pub(super) fn last(&self, name: &str) -> Option<&Given> {
-        debug_assert!(flags::all().any(|flag| flag.name == name), "{name} is not in the table");
+        assert!(flags::all().any(|flag| flag.name == name), "{name} is not in the table");
         self.given.iter().rfind(|given| given.flag.name == name)
     }
 }

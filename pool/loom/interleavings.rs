@@ -5,11 +5,11 @@
 #![expect(dead_code, reason = "the model uses a part of each module")]
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-#[path = "../../pool/src/deferred.rs"]
+#[path = "../src/deferred.rs"]
 mod deferred;
-#[path = "../../pool/src/leases.rs"]
+#[path = "../src/leases.rs"]
 mod leases;
-#[path = "../../pool/src/lock.rs"]
+#[path = "../src/lock.rs"]
 mod lock;
 
 use deferred::DeferredFrees;
