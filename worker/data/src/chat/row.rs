@@ -6,10 +6,10 @@ use super::json::parse_json;
 
 /// The role of the model.
 pub(crate) const ASSISTANT: &str = "assistant";
-/// Fields of a message that may hold the model's thoughts. Templates read the first of them.
-const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+/// Fields of a message that may hold the model's thoughts. The first that it has is taken.
+const THOUGHT_FIELDS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// Names under which templates get the thoughts, whichever of [`REASONING`] a message has.
+/// Fields in which templates find the thoughts, whichever of [`THOUGHT_FIELDS`] a message has.
 pub(crate) const THOUGHTS: [&str; 2] = ["thinking", "reasoning_content"];
 
 /// Names of roles in ShareGPT's rows, and the role that each stands for.
@@ -31,6 +31,11 @@ const OTHER_SCALES: [&str; 4] = ["loss_weight", "loss_scale", "loss_mask", "trai
 
 /// Fields of rows and messages with what an answer may be about.
 pub(crate) const MEDIA: &[&str] = &["images", "image", "videos", "video", "audios", "audio"];
+
+/// Reason to refuse the rows of other trainers' DPO.
+const PREFERENCES: &str = "the row has a better and a worse answer, `chosen` and `rejected`: training on preferences \
+                           (DPO) is not supported\nhelp: to train on the better answers alone, rename `chosen` to \
+                           `completion` beside a `prompt`, or to `messages`";
 
 /// Contents of a row.
 #[derive(Clone, Debug, PartialEq)]
@@ -87,6 +92,9 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
     }
     if let Some(list) = field("conversations") {
         return chat(with_system(conversations(&list)?, system)?, tools, 0);
+    }
+    if field("rejected").is_some() && ["completion", "text"].iter().all(|name| field(name).is_none()) {
+        return Err(PREFERENCES.into());
     }
     match (field("prompt"), field("completion"), field("text")) {
         // As in the rows of TRL's KTO trainer.
@@ -327,17 +335,16 @@ fn message(message: &Value, at: &str) -> Result<Value, String> {
             return Err(format!("`{at}.weight` is {weight}; expected 0 or 1"));
         }
     }
-    let reasoning = REASONING.iter().find_map(|name| has(name)).cloned();
-    if let Some(reasoning) = reasoning {
+    if let Some(thoughts) = THOUGHT_FIELDS.iter().find_map(|name| has(name)).cloned() {
         let place = |pairs: &[(Value, Value)], name: &str| {
             pairs.iter().position(|(key, _)| key.as_str() == Some(name))
         };
         // Some templates print whole messages: the order is that of `transformers`.
         let thinking = place(&pairs, THOUGHTS[0]).map(|place| pairs.remove(place).1);
-        pairs.insert(0, (Value::from(THOUGHTS[0]), thinking.unwrap_or_else(|| reasoning.clone())));
+        pairs.insert(0, (Value::from(THOUGHTS[0]), thinking.unwrap_or_else(|| thoughts.clone())));
         match place(&pairs, THOUGHTS[1]) {
-            Some(place) => pairs[place].1 = reasoning,
-            None => pairs.push((Value::from(THOUGHTS[1]), reasoning)),
+            Some(place) => pairs[place].1 = thoughts,
+            None => pairs.push((Value::from(THOUGHTS[1]), thoughts)),
         }
     }
     Ok(Value::from_pairs(pairs))

@@ -441,6 +441,8 @@ fn rows_that_are_no_chats_are_refused() {
         (chat(&message("system")), "only system messages"),
         (chat(&message("user")), "no message of the role `assistant`"),
         (r#"{"prompt": "a"}"#.into(), "no `completion`"),
+        (r#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#.into(), "rename `chosen` to `completion`"),
+        (r#"{"chosen": [], "rejected": []}"#.into(), "preferences (DPO) is not supported"),
         (r#"{"prompt": "a", "completion": []}"#.into(), "expected two strings or two lists"),
         (r#"{"prompt": "a", "completion": ""}"#.into(), "`completion` is empty"),
         (r#"{"text": 1}"#.into(), "`text` is a number"),
