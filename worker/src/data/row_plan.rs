@@ -118,11 +118,6 @@ impl RowPlan {
         }
     }
 
-    /// Returns whether rows hold several documents that are told apart.
-    pub fn has_documents(&self) -> bool {
-        !matches!(self, Self::Joined(_))
-    }
-
     /// Returns what packed rows hold.
     pub fn packing(&self) -> Option<PackingSummary> {
         match self {
