@@ -18,6 +18,9 @@ pub const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
 /// Variable with another `xlaunch` with fail points instead of the one that is built on demand.
 const FAIL_BINARY_VARIABLE: &str = "XLAUNCH_TEST_FAIL_BINARY";
 
+/// Arguments of cargo that build what users run.
+const RELEASE: [&str; 3] = ["--package", "xlaunch", "--release"];
+
 /// Returns the release build of `xlaunch`, regardless of the profile of the tests: it is what users run, and much
 /// faster in training.
 ///
@@ -25,9 +28,7 @@ const FAIL_BINARY_VARIABLE: &str = "XLAUNCH_TEST_FAIL_BINARY";
 /// If the build fails.
 pub fn xlaunch_path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        named_by(BINARY_VARIABLE).unwrap_or_else(|| build(&["--package", "xlaunch", "--release"]))
-    })
+    PATH.get_or_init(|| named_by(BINARY_VARIABLE).unwrap_or_else(|| build(&RELEASE)))
 }
 
 /// Returns a build of `xlaunch` with fail points, in the profile of the tests.
@@ -45,8 +46,10 @@ pub fn xlaunch_with_fail_points() -> &'static Path {
             let unfinished = copy.with_extension(std::process::id().to_string());
             std::fs::copy(&built, &unfinished).expect("copy xlaunch");
             std::fs::rename(&unfinished, &copy).expect("rename the copy");
-            // The build may have replaced the binary under test.
-            build(&["--workspace", "--profile", profile]);
+            if xlaunch_path() == built {
+                // The build has replaced the binary under test, so build that again.
+                build(&RELEASE);
+            }
             copy
         })
     })
