@@ -76,19 +76,24 @@ fn blocks(text: &str) -> Vec<Block> {
 /// Runs a script. If it fails, describes the failure, including its output.
 fn run_block(root: &Path, script: &str) -> Result<Option<String>, Error> {
     let runtime = tempfile::tempdir()?;
-    // The path of this program is `target/<profile>/xtask`.
+    // The path of this program is `target/<profile>/xtask`. The directory also has programs of tests, such as `echo`.
     let target = std::env::current_exe()?.ancestors().nth(2).map(Path::to_path_buf).unwrap_or_default();
-    let mut path = OsString::from(target.join("release"));
+    let programs = runtime.path().join("bin");
+    std::fs::create_dir(&programs)?;
+    std::os::unix::fs::symlink(target.join("release/xlaunch"), programs.join("xlaunch"))?;
+    let mut path = OsString::from(programs);
     path.push(":");
     path.push(std::env::var_os("PATH").unwrap_or_default());
     let mut shell = Command::new("timeout");
     shell.args(["--kill-after", "10", BLOCK_TIMEOUT_SECONDS, "sh", "-eu", "-c", script]);
     forget_package(&mut shell);
     shell.current_dir(root).env("PATH", path).env("XDG_RUNTIME_DIR", runtime.path());
-    let output = shell.stdin(Stdio::null()).output()?;
-    let written =
-        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    Ok((!output.status.success()).then(|| format!("{}\n{written}", output.status)))
+    // A file, unlike a pipe, is not kept open by a process that the script has left behind.
+    let written = tempfile::NamedTempFile::new()?;
+    let file = written.as_file();
+    let status = shell.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file.try_clone()?).status()?;
+    let output = std::fs::read(written.path())?;
+    Ok((!status.success()).then(|| format!("{status}\n{}", String::from_utf8_lossy(&output))))
 }
 
 #[cfg(test)]
