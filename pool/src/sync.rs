@@ -1,5 +1,5 @@
-//! Atomics, and the wait between two attempts to take a lock. The tests in `pool/loom` compile the users of
-//! this module with the atomics of a model checker instead.
+//! Atomics, and the wait between two attempts to take a lock. The tests in `pool/loom` compile the users of this
+//! module with the atomics of a model checker instead.
 
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 

@@ -6,11 +6,11 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Instant;
 
 use crate::Error;
-use crate::workspace::{Workspace, forget_package};
+use crate::workspace::{Workspace, forget_package, run_to_file};
 
 /// Time limit of a block. A block that takes longer hangs.
 const BLOCK_TIMEOUT_SECONDS: &str = "300";
@@ -88,11 +88,7 @@ fn run_block(root: &Path, script: &str) -> Result<Option<String>, Error> {
     shell.args(["--kill-after", "10", BLOCK_TIMEOUT_SECONDS, "sh", "-eu", "-c", script]);
     forget_package(&mut shell);
     shell.current_dir(root).env("PATH", path).env("XDG_RUNTIME_DIR", runtime.path());
-    // A file, unlike a pipe, is not kept open by a process that the script has left behind.
-    let written = tempfile::NamedTempFile::new()?;
-    let file = written.as_file();
-    let status = shell.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file.try_clone()?).status()?;
-    let output = std::fs::read(written.path())?;
+    let (status, output) = run_to_file(&mut shell)?;
     Ok((!status.success()).then(|| format!("{status}\n{}", String::from_utf8_lossy(&output))))
 }
 
@@ -115,5 +111,12 @@ mod tests {
         assert_eq!(run_block(root, "true; test -f Cargo.toml").unwrap(), None);
         let failure = run_block(root, "echo why\nfalse\ntrue").unwrap().unwrap();
         assert!(failure.contains("exit status: 1") && failure.contains("why"), "{failure}");
+    }
+
+    #[test]
+    fn a_failed_block_that_leaves_a_process_behind_is_reported_at_once() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let failure = run_block(root, "(sleep 1; echo late) & echo early; exit 3").unwrap().unwrap();
+        assert!(failure.contains("early") && !failure.contains("late"), "{failure}");
     }
 }

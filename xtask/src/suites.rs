@@ -9,22 +9,23 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use serde_json::Value;
 
 use crate::Error;
-use crate::workspace::{Workspace, cargo, forget_package, output};
+use crate::workspace::{Workspace, cargo, forget_package, output, run_to_file};
 
 /// The longest suites. They start first, so that none is left to run alone at the end; those that mostly wait run
 /// beside those that mostly compute.
 const FIRST: [&str; 9] =
     ["kernels", "external", "launch", "daemon", WORKSPACE, "hosts", "training", "nvrtc", "goldens"];
 
-/// The tests that are not in a large suite.
+/// The tests that are not in a large suite, and the arguments of cargo that build and run them.
 const WORKSPACE: &str = "cargo test --release --workspace";
+const TEST: [&str; 3] = ["test", "--release", "--workspace"];
 
 /// Variables with the `xlaunch` that is tested, and with one that has fail points, as in the harness of the tests.
 const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
@@ -47,8 +48,7 @@ struct Suite {
 pub(crate) fn run(workspace: &Workspace, arguments: &[String]) -> Result<bool, Error> {
     match arguments {
         [] => {
-            let passed =
-                cargo(&workspace.root).args(["test", "--release", "--workspace"]).status()?.success();
+            let passed = cargo(&workspace.root).args(TEST).status()?.success();
             println!("not run: {} (cargo xtask test --all)", workspace.large_suites.join(", "));
             Ok(passed)
         }
@@ -61,7 +61,7 @@ pub(crate) fn run(workspace: &Workspace, arguments: &[String]) -> Result<bool, E
 /// Builds all tests and what they run. Returns the suites.
 fn build(workspace: &Workspace) -> Result<Vec<Suite>, Error> {
     let mut others = cargo(&workspace.root);
-    others.args(["test", "--release", "--workspace", "--no-fail-fast"]);
+    others.args(TEST).arg("--no-fail-fast");
     let mut loom = cargo(&workspace.root);
     loom.args(["test", "--release", "--locked", "--manifest-path", LOOM]);
     let mut suites = Vec::new();
@@ -101,8 +101,7 @@ fn run_all(workspace: &Workspace) -> Result<bool, Error> {
 /// Builds the large suites.
 fn build_large(workspace: &Workspace) -> Result<Vec<Suite>, Error> {
     let mut command = cargo(&workspace.root);
-    command.args(["test", "--release", "--workspace", "--no-run"]);
-    command.args(["--message-format", "json-render-diagnostics"]);
+    command.args(TEST).args(["--no-run", "--message-format", "json-render-diagnostics"]);
     command.args(workspace.large_suites.iter().flat_map(|name| ["--test", name]));
     let text = output(&mut command)?;
     let messages = text.lines().filter_map(|line| serde_json::from_str(line).ok());
@@ -179,11 +178,7 @@ fn run_concurrently(suites: Vec<Suite>) -> Result<Vec<(String, String)>, Error> 
 fn run_one(Suite { name, command }: &mut Suite) -> Result<Option<String>, std::io::Error> {
     println!("{name}: started");
     let begin = Instant::now();
-    // A file, unlike a pipe, is not kept open by a process that a test has left behind.
-    let written = tempfile::NamedTempFile::new()?;
-    let file = written.as_file();
-    let status = command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file.try_clone()?).status()?;
-    let output = std::fs::read(written.path())?;
+    let (status, output) = run_to_file(command)?;
     std::io::stdout().write_all(&output)?;
     println!("{name}: {status}, {:.0} s", begin.elapsed().as_secs_f64());
     Ok((!status.success()).then(|| failures(&String::from_utf8_lossy(&output))))

@@ -1,7 +1,7 @@
 //! The repository: its root, its files and the crates of its workspace.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitStatus, Stdio};
 
 use serde_json::Value;
 
@@ -112,12 +112,21 @@ pub(crate) fn forget_package(command: &mut Command) {
 /// Returns the standard output of a command that must succeed; its standard error is passed through.
 pub(crate) fn output(command: &mut Command) -> Result<String, Error> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let output = command.stderr(std::process::Stdio::inherit()).output();
+    let output = command.stderr(Stdio::inherit()).output();
     let output = output.map_err(|error| format!("failed to run {program}: {error}"))?;
     if !output.status.success() {
         return Err(format!("{program} failed: {}", output.status).into());
     }
     Ok(String::from_utf8(output.stdout)?)
+}
+
+/// Runs a command without input. Returns its status, and its standard output and error in the order of writing. They
+/// go to a file, which, unlike a pipe, is not kept open by a process that the command has left behind.
+pub(crate) fn run_to_file(command: &mut Command) -> std::io::Result<(ExitStatus, Vec<u8>)> {
+    let written = tempfile::NamedTempFile::new()?;
+    let file = written.as_file();
+    let status = command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file.try_clone()?).status()?;
+    Ok((status, std::fs::read(written.path())?))
 }
 
 #[cfg(test)]
