@@ -1,6 +1,7 @@
 //! Parses the modules of a crate from its root file, like rustc, without test code.
 
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use syn::punctuated::Punctuated;
 use syn::{Attribute, Expr, ExprLit, Item, Lit, Meta, Token};
@@ -12,8 +13,18 @@ pub(crate) struct Module {
     /// Path below the crate's root; empty for the root.
     pub(crate) path: Vec<String>,
     pub(crate) file: PathBuf,
+    /// Text of the file.
+    text: Rc<str>,
     /// Items other than modules and test code.
     pub(crate) items: Vec<Item>,
+}
+
+impl Module {
+    /// Returns the first line that has this text, or 0. The parser does not say on which line an item is: the feature
+    /// `span-locations` of proc-macro2 would change its build for the dependencies of the launcher too.
+    pub(crate) fn line_of(&self, text: &str) -> usize {
+        (1..).zip(self.text.lines()).find(|(_, line)| line.contains(text)).map_or(0, |(number, _)| number)
+    }
 }
 
 /// Reads a file of the repository.
@@ -35,22 +46,28 @@ fn file(
     read: Read<'_>,
     modules: &mut Vec<Module>,
 ) -> Result<(), Error> {
-    let text = read(path).ok_or_else(|| format!("{}: no such file", path.display()))?;
-    let parsed = syn::parse_file(&text).map_err(|error| {
-        let start = error.span().start();
-        format!("{}:{}:{}: {error}", path.display(), start.line, start.column + 1)
-    })?;
-    if is_test(&parsed.attrs) { Ok(()) } else { items(parsed.items, path, children, module, read, modules) }
+    let text: Rc<str> = read(path).ok_or_else(|| format!("{}: no such file", path.display()))?.into();
+    let parsed = syn::parse_file(&text).map_err(|error| format!("{}: {error}", path.display()))?;
+    if is_test(&parsed.attrs) {
+        return Ok(());
+    }
+    items(parsed.items, &File { path, text, read }, children, module, modules)
+}
+
+struct File<'a> {
+    path: &'a Path,
+    text: Rc<str>,
+    read: Read<'a>,
 }
 
 fn items(
     all: Vec<Item>,
-    path: &Path,
+    source: &File<'_>,
     children: &Path,
     module: Vec<String>,
-    read: Read<'_>,
     modules: &mut Vec<Module>,
 ) -> Result<(), Error> {
+    let File { path, text, read } = source;
     let mut kept = Vec::new();
     for item in all {
         if is_test(attributes(&item)) {
@@ -66,7 +83,7 @@ fn items(
         inner_path.push(name.clone());
         let inner_children = children.join(&name);
         match inner.content {
-            Some((_, content)) => items(content, path, &inner_children, inner_path, read, modules)?,
+            Some((_, content)) => items(content, source, &inner_children, inner_path, modules)?,
             None => {
                 let sibling = children.join(format!("{name}.rs"));
                 let found = match path_attribute(&inner.attrs) {
@@ -78,7 +95,7 @@ fn items(
             }
         }
     }
-    modules.push(Module { path: module, file: path.to_path_buf(), items: kept });
+    modules.push(Module { path: module, file: path.to_path_buf(), text: text.clone(), items: kept });
     Ok(())
 }
 

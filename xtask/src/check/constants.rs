@@ -21,7 +21,7 @@ struct Constant<'a> {
 pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
     let mut constants = BTreeMap::new();
     for module in modules {
-        let mut visitor = Constants { file: &module.file, found: &mut constants };
+        let mut visitor = Constants { module, found: &mut constants };
         module.items.iter().for_each(|item| visitor.visit_item(item));
     }
     let mut violations = Vec::new();
@@ -41,7 +41,7 @@ pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
 
 /// Collects constants of modules and functions. Associated constants are excluded: the type's name distinguishes them.
 struct Constants<'a, 'b> {
-    file: &'a Path,
+    module: &'a Module,
     found: &'b mut BTreeMap<String, Vec<Constant<'a>>>,
 }
 
@@ -51,8 +51,8 @@ impl<'ast> Visit<'ast> for Constants<'_, '_> {
         if name != "_" {
             let value = item.expr.to_token_stream().to_string();
             let value = if value.chars().count() > 40 { "..".into() } else { value };
-            let line = item.ident.span().start().line;
-            self.found.entry(name).or_default().push(Constant { file: self.file, line, value });
+            let line = self.module.line_of(&format!("const {name}:"));
+            self.found.entry(name).or_default().push(Constant { file: &self.module.file, line, value });
         }
         syn::visit::visit_item_const(self, item);
     }

@@ -148,8 +148,11 @@ struct References<'a> {
 impl References<'_> {
     fn add(&mut self, path: &[Ident]) {
         let names: Vec<String> = path.iter().map(ToString::to_string).collect();
-        if let (Some(first), Some(path)) = (path.first(), absolute(self.module, &names)) {
-            self.found.push((path, first.span().start().line));
+        if let Some(path) = absolute(self.module, &names) {
+            // The names of `use super::{a, b}` are apart from each other.
+            let lines =
+                (1..=names.len()).rev().map(|length| self.module.line_of(&names[..length].join("::")));
+            self.found.push((path, lines.into_iter().find(|line| *line > 0).unwrap_or(0)));
         }
     }
 
