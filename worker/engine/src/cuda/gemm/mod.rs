@@ -161,6 +161,7 @@ pub(crate) struct Gemm {
     compute: cublasComputeType_t,
     /// True if algorithms are timed; otherwise the first one of the library's heuristic is used.
     timed: bool,
+    last_at_limit: timing::LastAtLimit,
     variants: Rc<VariantLog>,
     workspace: PoolBuf<u8>,
     plans: RefCell<HashMap<Site, Plan>>,
@@ -202,6 +203,7 @@ impl Gemm {
             handle,
             compute,
             timed,
+            last_at_limit: timing::LastAtLimit::default(),
             variants: variants.clone(),
             workspace,
             plans: RefCell::default(),

@@ -55,7 +55,8 @@ pub(super) fn algorithm(
         launched.map_err(|error| failed(&format!("failed to time {site}"), error))
     };
     cached(&file_name(gemm, "gemm", &format!("{site:?}")), parse, || {
-        let found = timing::fastest(&gemm.device, candidates.len(), timing::LONG_SECONDS, launch)?;
+        let (count, at_limit) = (candidates.len(), &gemm.last_at_limit);
+        let found = timing::fastest(&gemm.device, count, timing::LONG_SECONDS, at_limit, launch)?;
         Ok(bytes(found.map_or(first, |index| candidates[index])))
     })
 }
@@ -87,7 +88,7 @@ impl Gemm {
             _ => Err(failed("failed to read the fastest variant", NOT_SUPPORTED)),
         };
         cached(&file_name(self, "variant", site), parse, || {
-            let found = timing::fastest(&self.device, count, 0.0, run)?.unwrap_or(0);
+            let found = timing::fastest(&self.device, count, 0.0, &self.last_at_limit, run)?.unwrap_or(0);
             Ok(vec![u8::try_from(found).unwrap_or(0)])
         })
     }
