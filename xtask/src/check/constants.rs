@@ -1,7 +1,6 @@
 //! Names of constants: each is defined once per crate, so that a name has one meaning.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use quote::ToTokens;
 use syn::visit::Visit;
@@ -13,8 +12,7 @@ use crate::violation::Violation;
 const SAME_ROLE: [&str; 1] = ["KERNELS"];
 
 struct Constant<'a> {
-    file: &'a Path,
-    line: usize,
+    module: &'a Module,
     value: String,
 }
 
@@ -26,14 +24,17 @@ pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
     }
     let mut violations = Vec::new();
     for (name, definitions) in &constants {
-        let Some(Constant { file, line, .. }) = definitions.first() else { continue };
         if definitions.len() > 1 && !SAME_ROLE.contains(&name.as_str()) {
+            let line = |module: &Module| module.line_of(&format!("const {name}:"));
             let places: Vec<String> = definitions
                 .iter()
-                .map(|constant| format!("{} ({}:{})", constant.value, constant.file.display(), constant.line))
+                .map(|Constant { module, value }| {
+                    format!("{value} ({}:{})", module.file.display(), line(module))
+                })
                 .collect();
             let message = format!("`{name}` is defined {} times: {}", places.len(), places.join(", "));
-            violations.push(Violation::new(file, *line, message));
+            let first = definitions[0].module;
+            violations.push(Violation::new(&first.file, line(first), message));
         }
     }
     violations
@@ -51,8 +52,7 @@ impl<'ast> Visit<'ast> for Constants<'_, '_> {
         if name != "_" {
             let value = item.expr.to_token_stream().to_string();
             let value = if value.chars().count() > 40 { "..".into() } else { value };
-            let line = self.module.line_of(&format!("const {name}:"));
-            self.found.entry(name).or_default().push(Constant { file: &self.module.file, line, value });
+            self.found.entry(name).or_default().push(Constant { module: self.module, value });
         }
         syn::visit::visit_item_const(self, item);
     }

@@ -41,9 +41,9 @@ pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
                 references.visit_item(item);
             }
         }
-        for (path, line) in references.found {
+        for (path, names) in references.found {
             let target = defining(path, &known, &exports);
-            let place = || (module.file.clone(), line);
+            let place = || (module.file.clone(), line_of(module, &names));
             if !target.is_empty() || !module.path.is_empty() {
                 let edge = (top(&module.path), top(&target));
                 if edge.0 != edge.1 {
@@ -139,20 +139,23 @@ fn with(prefix: &[Ident], last: &Ident) -> Vec<Ident> {
     prefix.iter().chain([last]).cloned().collect()
 }
 
-/// Collects paths below the crate's root, with their lines.
+/// Returns the line of a path as it is written. The names of `use super::{a, b}` are apart from each other.
+fn line_of(module: &Module, names: &[String]) -> usize {
+    let mut lines = (1..=names.len()).rev().map(|length| module.line_of(&names[..length].join("::")));
+    lines.find(|line| *line > 0).unwrap_or(0)
+}
+
+/// Collects paths below the crate's root, and how they are written.
 struct References<'a> {
     module: &'a Module,
-    found: Vec<(ItemPath, usize)>,
+    found: Vec<(ItemPath, Vec<String>)>,
 }
 
 impl References<'_> {
     fn add(&mut self, path: &[Ident]) {
         let names: Vec<String> = path.iter().map(ToString::to_string).collect();
         if let Some(path) = absolute(self.module, &names) {
-            // The names of `use super::{a, b}` are apart from each other.
-            let lines =
-                (1..=names.len()).rev().map(|length| self.module.line_of(&names[..length].join("::")));
-            self.found.push((path, lines.into_iter().find(|line| *line > 0).unwrap_or(0)));
+            self.found.push((path, names));
         }
     }
 
