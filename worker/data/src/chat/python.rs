@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use chrono::NaiveDateTime;
 use chrono::format::{Item, StrftimeItems};
-use minijinja::value::{Kwargs, Tuple, Value, ValueKind, from_args};
+use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, Output, State, escape_formatter};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
@@ -60,6 +60,13 @@ pub(super) fn method(
         "title" => {
             let () = from_args(arguments)?;
             Ok(title(text).into())
+        }
+        "join" => {
+            let (parts,): (&Value,) = from_args(arguments)?;
+            let parts: Vec<Value> = parts.try_iter()?.collect();
+            let texts: Option<Vec<&str>> = parts.iter().map(Value::as_str).collect();
+            let other = || Error::new(ErrorKind::InvalidOperation, "join: not all elements are strings");
+            Ok(texts.ok_or_else(other)?.join(text).into())
         }
         "removeprefix" => {
             let (prefix,): (&str,) = from_args(arguments)?;
@@ -176,22 +183,25 @@ pub(super) fn escape(value: &Value) -> Result<Value, Error> {
     Ok(Value::from_safe_string(out))
 }
 
-/// Jinja's filter `default`.
-pub(super) fn default(
-    value: Value,
-    other: Option<Value>,
-    boolean: Option<bool>,
-    options: Kwargs,
-) -> Result<Value, Error> {
-    let other = other.or(options.get("default_value")?).unwrap_or_else(|| Value::from(""));
-    let boolean = boolean.or(options.get("boolean")?).unwrap_or(false);
+/// Jinja's filter `default`. `None` as an argument is a value, unlike for other optional arguments.
+pub(super) fn default(value: Value, positional: Rest<Value>, options: Kwargs) -> Result<Value, Error> {
+    let mut positional = positional.0.into_iter();
+    let mut argument = |name: &str, default: Value| match positional.next() {
+        Some(value) => Ok(value),
+        None if options.has(name) => options.get(name),
+        None => Ok(default),
+    };
+    let (other, boolean) = (argument("default_value", "".into())?, argument("boolean", false.into())?);
+    if positional.next().is_some() {
+        return Err(Error::from(ErrorKind::TooManyArguments));
+    }
     options.assert_all_used()?;
-    Ok(if value.is_undefined() || boolean && !value.is_true() { other } else { value })
+    Ok(if value.is_undefined() || boolean.is_true() && !value.is_true() { other } else { value })
 }
 
 /// Jinja's filter `indent`.
 pub(super) fn indent(
-    value: &Value,
+    text: &str,
     width: Option<Value>,
     first: Option<bool>,
     blank: Option<bool>,
@@ -205,7 +215,7 @@ pub(super) fn indent(
         Some(spaces) => spaces.to_owned(),
         None => " ".repeat(usize::try_from(width)?),
     };
-    let text = text(value)? + "\n";
+    let text = text.to_owned() + "\n";
     let mut out = if first { spaces.clone() } else { String::new() };
     for (index, line) in lines(&text, false).into_iter().enumerate() {
         if index > 0 {
@@ -433,12 +443,30 @@ mod tests {
                 "'', 'a', 'a'",
             ),
             ("none | default('a'), 'b' | default('a', boolean=true)", "None, 'b'"),
+            (
+                "x | default(none), x | default(default_value=none), '' | default(none, true)",
+                "None, None, None",
+            ),
+            ("'-'.join(value.split())", "'a-b-c'"),
             ("'a\n\nb\n' | indent(2)", "'a\\n\\n  b\\n'"),
             ("'a\n\nb' | indent('> ', true, blank=true)", "'> a\\n> \\n> b'"),
             ("'' | indent(first=true)", "'    '"),
         ] {
             let list = rendered(&format!("{{{{ [{template}] }}}}"), &value);
             assert_eq!(list.trim_matches(['[', ']', '(', ')']), expected, "{template}");
+        }
+    }
+
+    #[test]
+    fn values_that_are_not_strings_are_rejected_where_python_does() {
+        let mut environment = Environment::new();
+        environment.set_unknown_method_callback(method);
+        environment.add_filter("indent", indent);
+        environment.add_filter("default", default);
+        for template in
+            ["x | indent", "3 | indent", "','.join(['a', 1])", "','.join([none])", "x | default(1, 2, 3)"]
+        {
+            environment.render_str(&format!("{{{{ {template} }}}}"), ()).unwrap_err();
         }
     }
 

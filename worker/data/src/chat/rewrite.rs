@@ -1,12 +1,15 @@
 //! Rewrites the source of a template for `minijinja`. Pure.
 //!
-//! `generation` blocks become calls, as in `transformers`, and macros get all variables that Jinja passes on to them.
+//! `generation` blocks become calls, as in `transformers`, macros get all variables that Jinja passes on to them, and
+//! loops check what they iterate over.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// Name of the function that takes the place of `generation` blocks.
 pub(super) const GENERATION: &str = "xlaunch_generation";
+/// Name of the function that checks the sequences of loops: `minijinja` has loops over `none`, which Jinja rejects.
+pub(super) const ITERABLE: &str = "xlaunch_iterable";
 
 /// Methods of Python's dictionaries. `object.items` is the method there, and the key in `minijinja`.
 const METHODS: [&str; 11] =
@@ -41,6 +44,12 @@ pub(super) fn rewrite(template: &str) -> (String, bool) {
             }
             "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endcall", 1)),
             "macro" | "call" => out.push_str(&body(start, end)),
+            "for" => match sequence(tag) {
+                Some(Range { start, end }) => {
+                    out.extend([&tag[..start], " ", ITERABLE, "(", &tag[start..end], ") ", &tag[end..]]);
+                }
+                None => out.push_str(tag),
+            },
             // Jinja keeps a line feed after this tag, unless the tag says otherwise.
             "raw" if template[copied..].starts_with('\n') && !tag.ends_with("-%}") => {
                 out.extend([tag, "\n"]);
@@ -127,6 +136,26 @@ fn outside_of_strings(code: &str) -> impl Iterator<Item = (usize, char)> {
             }
         }
     })
+}
+
+/// Returns the place of what a `for` tag iterates over: from `in` up to a condition, `recursive`, or the end.
+fn sequence(tag: &str) -> Option<Range<usize>> {
+    const OPEN: usize = "{%".len();
+    let tag = tag.strip_suffix("%}")?.trim_end_matches(['-', '+']);
+    let (mut start, mut depth) = (None, 0_usize);
+    for (at, character) in outside_of_strings(&tag[OPEN..]).map(|(at, character)| (at + OPEN, character)) {
+        match character {
+            '(' | '[' | '{' => depth += 1,
+            ')' | ']' | '}' => depth = depth.saturating_sub(1),
+            _ if depth > 0 || tag[..at].ends_with(is_of_word) => {}
+            _ => match (split_word(&tag[at..]).0, start) {
+                ("in", None) => start = Some(at + "in".len()),
+                ("if" | "recursive", Some(start)) => return Some(start..at),
+                _ => {}
+            },
+        }
+    }
+    Some(start?..tag.len())
 }
 
 /// Returns what a tag contains.

@@ -11,7 +11,7 @@ use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{Environment, Error, ErrorKind, State, context};
 
 use super::content::ContentForms;
-use super::rewrite::{GENERATION, rewrite, uncalled_method};
+use super::rewrite::{GENERATION, ITERABLE, rewrite, uncalled_method};
 use super::{json, python, row};
 
 /// Name of the template in its environment.
@@ -91,9 +91,14 @@ impl Template {
         environment.add_filter("default", python::default);
         environment.add_filter("d", python::default);
         environment.add_filter("string", |value: &Value| python::text(value).map(Cow::into_owned));
-        // These two differ from Jinja's.
-        environment.remove_filter("attr");
-        environment.remove_filter("pprint");
+        // Jinja lacks these, or has others of these names.
+        for filter in ["attr", "bool", "chain", "lines", "pprint", "split", "zip"] {
+            environment.remove_filter(filter);
+        }
+        for test in ["endingwith", "safe", "startingwith"] {
+            environment.remove_test(test);
+        }
+        environment.remove_global("debug");
         environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
         environment.add_test("sequence", python::is_sequence);
         environment.add_test("number", python::is_number);
@@ -101,6 +106,15 @@ impl Template {
         environment.add_test("float", python::is_float);
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment.add_function(ITERABLE, |sequence: Value| {
+            if sequence.is_none() {
+                return Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    "`for` over none, which is not iterable",
+                ));
+            }
+            Ok(sequence)
         });
         environment.add_function("strftime_now", move |format: String| python::strftime(&format, now));
         environment.add_function(GENERATION, |state: &mut State<'_, '_>, options: Kwargs| {
@@ -416,6 +430,47 @@ mod tests {
         assert!(error("{{ messages[0] | attr('role') }}").contains("attr is unknown"));
         let invalid = error("\n\n{% if %}");
         assert!(invalid.contains("is not valid: syntax error") && invalid.contains("line 3"), "{invalid}");
+    }
+
+    #[test]
+    fn loops_over_none_are_errors_as_in_jinja() {
+        let messages = json!([{"role": "user", "content": "a b", "calls": null, "list": [3, 1]}]);
+        for template in [
+            "\n{% for tool in tools %}{{ tool }}{% endfor %}",
+            "{% set m = messages[0] %}\n{%- for call in m.calls -%} x {%- else -%} y {%- endfor -%}",
+            "{% for m in messages %}\n{% for x in m['calls'] if x is not in m recursive %}x{% endfor %}{% endfor %}",
+            "{% macro f(x) %}\n{% for y in x %}y{% endfor %}{% endmacro %}{{ f(none) }}",
+        ] {
+            let error = rendered(template, &messages).unwrap_err();
+            assert!(error.contains("`for` over none") && error.contains("(line 2 "), "{template}: {error}");
+        }
+        for (template, expected) in [
+            (
+                "{% for x in nothing %}x{% endfor %}{% for x in messages[0].nothing %}x{% else %}y{% endfor %}",
+                "y",
+            ),
+            ("{% for x in messages[0].list if x in [1, 2] %}{{ x }}{{ loop.last }}{% endfor %}", "1True"),
+            ("{%for k,v in {'in': 1, '}': '%}'}.items()-%} {{ k ~ v }}{% endfor %}", "in1}%}"),
+            ("{% for x in [1, [2]] recursive %}{{ x if x is integer else loop(x) }}{% endfor %}", "12"),
+            ("{% for x in (messages[0].list if true else none) %}{{ x }}{% endfor %}", "31"),
+            ("{% for x\n  in\n  messages[0].content.split() %}{{ x }}{{ loop.length }}{% endfor %}", "a2b2"),
+            ("{% for m in messages %}{% for x in m.list[loop.index:] %}{{ x }}{% endfor %}{% endfor %}", "1"),
+        ] {
+            assert_eq!(rendered(template, &messages).unwrap(), expected, "{template}");
+        }
+    }
+
+    #[test]
+    fn what_jinja_lacks_is_unknown() {
+        let messages = json!([{"role": "user", "content": "a,b"}]);
+        for template in [
+            "{{ messages[0].content | split(',') }}",
+            "{{ messages[0].content is startingwith('a') }}",
+            "{{ debug() }}",
+        ] {
+            let error = rendered(template, &messages).unwrap_err();
+            assert!(error.contains("is unknown"), "{template}: {error}");
+        }
     }
 
     /// The texts are those of Python's Jinja.
