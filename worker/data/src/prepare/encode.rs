@@ -10,7 +10,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Vis
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::blocks::{Block, Form, HASHED_BYTES};
-use super::rows::LONG_ROW;
+use super::rows::REFUSED;
 use super::{Invalid, PrepareError};
 use crate::Tokenizer;
 use crate::chat::{ChatEncoder, Document, Outcome, parse_json};
@@ -159,13 +159,6 @@ impl Encoder {
         if line.is_empty() {
             return Ok(String::new());
         }
-        if line.as_bytes() == LONG_ROW {
-            return Err(
-                "the row has more fields than the header: a text that contains the delimiter needs quotes\n\
-                        help: quote it, or see --on-error"
-                    .into(),
-            );
-        }
         let text = self.json(&line, |line| {
             let mut json = serde_json::Deserializer::from_str(line);
             let text = Row { field: &self.field }.deserialize(&mut json)?.map(Cow::into_owned);
@@ -179,6 +172,9 @@ impl Encoder {
 
     /// Parses a line of JSON. Halves of surrogate pairs, which are not characters, are refused or replaced.
     fn json<T>(&self, line: &str, parse: impl Fn(&str) -> serde_json::Result<T>) -> Result<T, String> {
+        if let Some(reason) = line.strip_prefix(REFUSED) {
+            return Err(format!("{reason}\nhelp: see --on-error"));
+        }
         let parsed = parse(line).or_else(|error| match without_half_pairs(line).map(|other| parse(&other)) {
             Some(Ok(value)) if self.invalid == Invalid::Replace => Ok(value),
             Some(Ok(_)) => Err(serde_json::Error::custom(

@@ -14,7 +14,7 @@ use parquet::schema::types::{Type, TypePtr};
 use serde::de::IgnoredAny;
 use serde_json::Value;
 
-use super::rows::{column_index, lines, quote};
+use super::rows::{REFUSED, column_index, lines, quote};
 
 /// Returns the rows of a file as objects with those of its columns that have one of these names. Columns of `media` are
 /// `true` where they have a value, which may be large and not text.
@@ -108,7 +108,12 @@ fn rows(
             read.store(bytes, Ordering::Relaxed);
             return Ok(false);
         };
-        write(&next.map_err(io::Error::other)?, &selected, line)?;
+        match write(&next.map_err(io::Error::other)?, &selected, line) {
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                *line = format!("{REFUSED}{error}").into();
+            }
+            written => written?,
+        }
         // The position of a row in the file is unknown: for progress, all rows count the same.
         row += 1;
         read.store(share(bytes, row, count), Ordering::Relaxed);
@@ -178,10 +183,20 @@ fn object<'a>(
         }
         write(&Value::from(name.as_str()), out)?;
         out.push(b':');
-        json(field, kind, out)?;
+        json(field, kind, out).map_err(|error| in_field(name, &error))?;
     }
     out.push(b'}');
     Ok(())
+}
+
+/// Adds the name of a field to the reason why its value, or one within it, is not written.
+fn in_field(name: &str, error: &io::Error) -> io::Error {
+    let (name, reason) = (name.escape_debug(), error.to_string());
+    let reason = match reason.strip_prefix('`') {
+        Some(inner) => format!("`{name}.{inner}"),
+        None => format!("`{name}` {reason}"),
+    };
+    io::Error::new(error.kind(), reason)
 }
 
 fn json(field: &Field, kind: Option<&Type>, out: &mut Vec<u8>) -> io::Result<()> {
@@ -214,7 +229,10 @@ fn json(field: &Field, kind: Option<&Type>, out: &mut Vec<u8>) -> io::Result<()>
             return Ok(());
         }
         Field::Str(text) => Value::from(text.as_str()),
-        Field::Bytes(bytes) => Value::from(bytes.as_utf8().map_err(io::Error::other)?),
+        Field::Bytes(bytes) => match bytes.as_utf8() {
+            Ok(text) => Value::from(text),
+            Err(_) => return Err(io::Error::new(io::ErrorKind::InvalidData, "is not valid UTF-8")),
+        },
         Field::Null => Value::Null,
         Field::Bool(value) => Value::from(*value),
         Field::Byte(value) => Value::from(*value),
@@ -236,9 +254,8 @@ fn json(field: &Field, kind: Option<&Type>, out: &mut Vec<u8>) -> io::Result<()>
 
 fn float(value: f64, out: &mut Vec<u8>) -> io::Result<()> {
     if !value.is_finite() {
-        // This is not JSON, so it causes an error for this row.
-        out.extend_from_slice(b"NaN");
-        return Ok(());
+        let reason = format!("is {value}, which JSON lacks: write null in its place");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
     }
     write(&Value::from(value), out)
 }
@@ -257,13 +274,17 @@ mod tests {
             (Field::Double(1e-7), "1e-7"),
             (Field::Float(0.5), "0.5"),
             (Field::Float16(Default::default()), "0.0"),
-            (Field::Double(f64::INFINITY), "NaN"),
-            (Field::Float(f32::NAN), "NaN"),
         ] {
             let mut out = Vec::new();
             json(&field, None, &mut out).unwrap();
             assert_eq!(String::from_utf8(out).unwrap(), expected);
         }
+        let inner = Field::Group(Row::new(vec![("b\n".into(), Field::Float(f32::NAN))]));
+        let outer = Row::new(vec![("a".into(), inner)]);
+        let error = object(members(&outer, &[]), &mut Vec::new()).unwrap_err().to_string();
+        assert_eq!(error, r"`a.b\n` is NaN, which JSON lacks: write null in its place");
+        let infinite = json(&Field::Double(f64::NEG_INFINITY), None, &mut Vec::new());
+        assert!(infinite.unwrap_err().to_string().starts_with("is -inf, "));
     }
 
     #[test]

@@ -8,8 +8,8 @@ use std::rc::Rc;
 use csv::{ByteRecord, ReaderBuilder};
 
 const ROW_READ_BYTES: usize = 256 << 10;
-/// Line for a row that has more fields than the header. It is not JSON, so it causes an error for this row.
-pub(super) const LONG_ROW: &[u8] = b"\x1f";
+/// Begins a line that has, in place of JSON, the reason why its row is refused.
+pub(super) const REFUSED: char = '\x1f';
 const OPEN_ARRAY: &str = "the array has no end: the file may be cut off";
 
 /// Lines, each of which is the result of one step.
@@ -164,7 +164,8 @@ pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io:
         match record.get(index) {
             // The text may have ended at a delimiter that should have been quoted.
             _ if record.iter().skip(names.len()).any(|field| !field.is_empty()) => {
-                line.extend_from_slice(LONG_ROW);
+                let reason = "the row has more fields than the header: a text that contains the delimiter needs quotes";
+                line.extend_from_slice(format!("{REFUSED}{reason}").as_bytes());
             }
             Some(text) => quote(text, line),
             // An object without the field, so it causes an error for this line.
@@ -250,7 +251,11 @@ mod tests {
     fn column_of_a_table_is_a_line_for_each_row() {
         let rows = |text: &'static str| separated(Box::new(text.as_bytes()), b',', "text");
         let out = read(rows("id,text\n1,\"a \"\"b\"\",\nc\"\n2,\u{e9},\n3\n4,a, b\n").unwrap());
-        assert_eq!(out, "\"a \\\"b\\\",\\u000ac\"\n\"\u{e9}\"\n{}\n\x1f\n");
+        assert_eq!(
+            out,
+            "\"a \\\"b\\\",\\u000ac\"\n\"\u{e9}\"\n{}\n\x1fthe row has more fields than the header: a text that \
+                         contains the delimiter needs quotes\n"
+        );
         assert_eq!(read(rows("text\n\0\n\"\n\0\"").unwrap()), "\"\\u0000\"\n\"\\u000a\\u0000\"\n");
         assert_eq!(read(rows("").unwrap()) + &read(rows("text\r\n\r\n").unwrap()), "");
         let error = rows("id,body\n").err().unwrap().to_string();
