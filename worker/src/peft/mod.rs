@@ -202,7 +202,9 @@ impl PeftDirectory {
         }
         let lora = LoraSection { targets, ..all };
         let mut adapter = Adapter::zeroed(shape, lora.clone())?;
-        let selection = Selection::of(&self.config).map_err(|(key, problem)| self.error(key, problem))?;
+        let model_type = Family::of(shape.arch).model_type;
+        let selection =
+            Selection::of(&self.config, model_type).map_err(|(key, problem)| self.error(key, problem))?;
         // Layers that PEFT does not adapt lack A and B. Both stay zero, also in training, as the gradient of each
         // contains the other.
         let modules = tensors(shape, &layout(shape, &lora)?);

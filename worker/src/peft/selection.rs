@@ -8,26 +8,36 @@ use crate::huggingface::tensor_names::Mapped;
 
 /// The layers that PEFT adapts.
 pub(super) struct Selection<'a> {
-    /// Layers that are adapted; `None` if all are.
+    /// Layers that are adapted; `None` if the configuration names further ones in a form that is not compared.
     targets: Option<Names<'a>>,
     excluded: Option<Names<'a>>,
     blocks: &'a Value,
 }
 
 impl<'a> Selection<'a> {
-    /// Reads the keys of a configuration.
+    /// Reads the keys of a configuration for models of a type.
     ///
     /// # Errors
     /// The key that is not supported, and the problem.
-    pub(super) fn of(config: &'a Config) -> Result<Self, (&'static str, String)> {
-        // Further layers, by the names of their weights, which are not compared.
+    pub(super) fn of(config: &'a Config, model_type: &str) -> Result<Self, (&'static str, String)> {
+        // Further layers, by the names of their weights.
         let has_more = config.target_parameters.as_array().is_some_and(|names| !names.is_empty());
-        let targets = if has_more { &Value::Null } else { &config.target_modules };
-        Ok(Self {
-            targets: Names::of(targets).map_err(|problem| ("target_modules", problem))?,
-            excluded: Names::of(&config.exclude_modules).map_err(|problem| ("exclude_modules", problem))?,
-            blocks: &config.layers_to_transform,
-        })
+        let in_targets = |problem: String| ("target_modules", problem);
+        let targets = match &config.target_modules {
+            _ if has_more => None,
+            Value::Null => {
+                let missing = || {
+                    let problem =
+                        format!("not set, and PEFT has no default for models of type `{model_type}`");
+                    in_targets(problem)
+                };
+                Some(Names::Ends(default_targets(model_type).ok_or_else(missing)?.to_vec()))
+            }
+            Value::String(all) if all.eq_ignore_ascii_case("all-linear") => Some(Names::All),
+            named => Names::of(named).map_err(in_targets)?,
+        };
+        let excluded = Names::of(&config.exclude_modules).map_err(|problem| ("exclude_modules", problem))?;
+        Ok(Self { targets, excluded, blocks: &config.layers_to_transform })
     }
 
     /// Returns whether PEFT does not adapt the layer of a tensor.
@@ -48,8 +58,22 @@ impl<'a> Selection<'a> {
     }
 }
 
+/// Returns the layers that PEFT adapts in models of a type if its configuration names none.
+fn default_targets(model_type: &str) -> Option<&'static [&'static str]> {
+    match model_type {
+        "gpt2" => Some(&["c_attn"]),
+        "gpt_neox" => Some(&["query_key_value"]),
+        "phi" => Some(&["q_proj", "v_proj", "fc1", "fc2"]),
+        "llama" | "mistral" | "mixtral" | "stablelm" | "gemma" | "gemma2" | "gemma3_text" | "qwen2"
+        | "qwen3" => Some(&["q_proj", "v_proj"]),
+        _ => None,
+    }
+}
+
 /// Names of layers in PEFT's configuration.
 enum Names<'a> {
+    /// All linear layers.
+    All,
     /// A layer has one of these names, or a name that ends with a dot and one of them.
     Ends(Vec<&'a str>),
     /// The whole name matches.
@@ -57,10 +81,9 @@ enum Names<'a> {
 }
 
 impl<'a> Names<'a> {
-    /// Reads a list of names or a regular expression. `None` without either, and for `all-linear`.
+    /// Reads a list of names or a regular expression. `None` without either.
     fn of(value: &'a Value) -> Result<Option<Self>, String> {
         match value {
-            Value::String(all) if all.eq_ignore_ascii_case("all-linear") => Ok(None),
             Value::String(pattern) if !pattern.is_empty() => {
                 python_pattern(pattern).map(|pattern| Some(Self::Pattern(pattern)))
             }
@@ -71,6 +94,7 @@ impl<'a> Names<'a> {
 
     fn matches(&self, layer: &str) -> bool {
         match self {
+            Self::All => true,
             Self::Ends(names) => names.iter().any(|name| {
                 layer.strip_suffix(name).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
             }),

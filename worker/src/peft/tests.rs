@@ -136,8 +136,31 @@ fn tensors_of_layers_that_the_configuration_leaves_out_are_refused() {
     ] {
         reread(&shape, &[("target_modules", json!(all))], |_| true).unwrap();
     }
+    let all_of_last = [("target_modules", json!("all-linear")), ("layers_to_transform", json!(2))];
+    reread(&shape, &all_of_last, |name| name.contains(".2.")).unwrap();
     let parameters = ("target_parameters", json!(["q_proj.weight"]));
     reread(&shape, &[("target_modules", json!([])), parameters], |name| name.contains("q_proj")).unwrap();
+}
+
+#[test]
+fn configuration_without_targets_means_those_of_peft_for_the_type_of_the_model() {
+    let unset = ("target_modules", Value::Null);
+    let is_default = |name: &str| name.contains("q_proj") || name.contains("v_proj");
+    let llama = ModelShape { layers: 3, ..Arch::Llama.base() };
+    reread(&llama, std::slice::from_ref(&unset), is_default).unwrap();
+    let one = [unset.clone(), ("layers_to_transform", json!(1))];
+    reread(&llama, &one, |name| name.contains(".1.") && is_default(name)).unwrap();
+    let error = reread(&llama, std::slice::from_ref(&unset), |_| true).unwrap_err();
+    assert!(error.contains("PEFT does not read it"), "{error}");
+    let two = |arch: Arch| ModelShape { layers: 2, ..arch.base() };
+    reread(&two(Arch::Gpt2), std::slice::from_ref(&unset), |name| name.contains("c_attn")).unwrap();
+    reread(&two(Arch::Phi), std::slice::from_ref(&unset), |name| is_default(name) || name.contains(".fc"))
+        .unwrap();
+    let error = reread(&two(Arch::SmolLm3), &[unset], is_default).unwrap_err();
+    assert!(
+        error.contains("target_modules") && error.contains("no default for models of type `smollm3`"),
+        "{error}"
+    );
 }
 
 #[test]

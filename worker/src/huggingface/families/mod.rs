@@ -22,7 +22,7 @@ use mixtures::MIXTURES;
 pub(crate) struct Family {
     pub(super) arch: Arch,
     /// Value of `model_type`.
-    pub(super) model_type: &'static str,
+    pub(crate) model_type: &'static str,
     /// Name for people.
     pub(super) title: &'static str,
     /// The library's class.
