@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use safetensors::tensor::TensorInfo;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use xlaunch_spec::job::{LoraSection, Module};
+use xlaunch_spec::job::{LoraSection, MAX_LORA_RANK, Module};
 use xlaunch_spec::model::{Arch, ModelShape};
 
 use self::selection::Selection;
@@ -84,6 +84,11 @@ impl Config {
                 self.peft_type != "LORA",
                 "peft_type",
                 format!("adapters of type {:?} are not supported, only LoRA", self.peft_type),
+            ),
+            (
+                !(1..=MAX_LORA_RANK).contains(&self.r),
+                "r",
+                format!("{} is not a rank from 1 to {MAX_LORA_RANK}", self.r),
             ),
             (self.use_dora, "use_dora", format!("DoRA is not supported; {MERGE}")),
             (

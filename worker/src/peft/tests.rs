@@ -136,8 +136,8 @@ fn tensors_of_layers_that_the_configuration_leaves_out_are_refused() {
     ] {
         reread(&shape, &[("target_modules", json!(all))], |_| true).unwrap();
     }
-    let all_of_last = [("target_modules", json!("all-linear")), ("layers_to_transform", json!(2))];
-    reread(&shape, &all_of_last, |name| name.contains(".2.")).unwrap();
+    let attention = [("target_modules", json!("all-linear")), ("exclude_modules", json!(r".*\.mlp\..*"))];
+    reread(&shape, &attention, |name| name.contains("self_attn")).unwrap();
     let parameters = ("target_parameters", json!(["q_proj.weight"]));
     reread(&shape, &[("target_modules", json!([])), parameters], |name| name.contains("q_proj")).unwrap();
 }
@@ -161,6 +161,16 @@ fn configuration_without_targets_means_those_of_peft_for_the_type_of_the_model()
         error.contains("target_modules") && error.contains("no default for models of type `smollm3`"),
         "{error}"
     );
+}
+
+#[test]
+fn ranks_that_no_adapter_has_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for rank in [0, 1 << 40, u64::MAX] {
+        write(dir.path(), Path::new("base"), &Arch::Llama.base(), &[("r", json!(rank))], |_| true);
+        let error = PeftDirectory::open(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("`r`: ") && error.contains("not a rank from 1 to 65536"), "{error}");
+    }
 }
 
 #[test]

@@ -8,6 +8,9 @@ use super::{JobSpec, Optimizer, Shard, one_or_more};
 use crate::invalid::Invalid;
 use crate::model::{Arch, ModelShape};
 
+/// Highest rank of adapters.
+pub const MAX_LORA_RANK: usize = 1 << 16;
+
 /// `[lora]`: low-rank adapters, which are trained instead of the weights that `checkpoint.init` names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -185,6 +188,10 @@ impl LoraSection {
         let invalid = |key, problem: &str, expected: &str| {
             Err(Invalid::new(key, problem.to_owned(), expected.to_owned()))
         };
+        if self.rank > MAX_LORA_RANK {
+            let problem = format!("{} is more than any layer has inputs", self.rank);
+            return invalid("lora.rank", &problem, &format!("at most {MAX_LORA_RANK}"));
+        }
         if spec.checkpoint.init.is_none() {
             let problem = "adapters need the weights of a model, and `checkpoint.init` is not set";
             return invalid("lora.rank", problem, "checkpoint.init = \"MODEL\", or 0 to train all weights");
@@ -278,6 +285,7 @@ mod tests {
         };
         assert_eq!(error(|_| ()), None);
         assert_eq!(error(|spec| spec.checkpoint.init = None), Some("lora.rank"));
+        assert_eq!(error(|spec| spec.lora.rank = usize::MAX), Some("lora.rank"));
         assert_eq!(error(|spec| spec.lora.dropout = 0.1), Some("lora.dropout"));
         assert_eq!(error(|spec| spec.lora.alpha = Some(-1.0)), Some("lora.alpha"));
         assert_eq!(error(|spec| spec.lora.targets.clear()), Some("lora.targets"));

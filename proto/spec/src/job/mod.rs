@@ -33,7 +33,7 @@ pub use data::{DataSection, DocumentMode, Tokenizer};
 pub use data_source::DataSource;
 pub use engine::{Device, EngineSection, Exec, PoolMode, Precision};
 pub use launch::{DoctorMode, LaunchSection, OnHang};
-pub use lora::{Layer, LoraSection, Module};
+pub use lora::{Layer, LoraSection, MAX_LORA_RANK, Module};
 pub use optimizer::{AdjustLr, LrScaleSection, MuonSection, Optimizer, Owners};
 pub use train::{NonFinite, Recompute, Schedule, TrainSection};
 
