@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from chats import ROOT, TEMPLATES, families
 from model_families import run_comparison
 
-STEPS, LR, SEQ, CHATS, RANK = 50, 1e-3, 256, 24, 4
+STEPS, LR, SEQ, CHATS, RANK = 50, 1e-3, 256, 10, 4
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=SEQ, tie_word_embeddings=False)
 CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}

@@ -34,7 +34,7 @@ pub use hosts::{Host, Hosts, ProcessInfo, Sshd};
 pub use job::{Job, read_state};
 pub use launch::Launch;
 pub use node::{NOBODY, Node, build_nvml, spawn_daemon};
-pub use peer::{peer, run_ok};
+pub use peer::{peer, run_ok, transformers_peer};
 pub use process::{
     BINARY_VARIABLE, Output, Process, children, forget_package, has_program, is_alive, process_name,
     send_signal, suspend, xlaunch_path, xlaunch_with_fail_points,

@@ -4,10 +4,8 @@
 //! A probe tries, if possible, the very operation that a test needs, since installed features may still not be
 //! permitted.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::sync::{Mutex, PoisonError};
 
 use xlaunch_harness::Requirement;
 
@@ -117,22 +115,15 @@ pub fn trackers() -> Requirement {
     python_modules(&["wandb", "mlflow"])
 }
 
-/// Imports those that no earlier probe of the suite has imported: each import of PyTorch takes seconds.
-fn python_modules(modules: &[&'static str]) -> Requirement {
-    static IMPORTED: Mutex<BTreeSet<&str>> = Mutex::new(BTreeSet::new());
+/// Looks for modules without importing them, which takes seconds for each that imports PyTorch.
+fn python_modules(modules: &[&str]) -> Requirement {
     let what = format!(
         "Python modules {} (`pip install {}`; XLAUNCH_TEST_PYTHON names another Python)",
         modules.join(", "),
         modules.join(" ")
     );
-    let mut imported = IMPORTED.lock().unwrap_or_else(PoisonError::into_inner);
-    let others: Vec<&str> = modules.iter().copied().filter(|module| !imported.contains(module)).collect();
-    if !others.is_empty() {
-        let import = format!("import {}", others.join(", "));
-        succeeds(Command::new(python_path()).args(["-c", &import]), &what)?;
-        imported.extend(others);
-    }
-    Ok(())
+    let find = "import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))";
+    succeeds(Command::new(python_path()).args(["-c", find]).args(modules), &what)
 }
 
 /// Requires the right to act as several users.

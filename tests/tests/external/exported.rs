@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use xlaunch_tests::{peer, requirements, run_ok, xlaunch_path};
+use xlaunch_tests::{requirements, run_ok, transformers_peer, xlaunch_path};
 
 xlaunch_harness::tests! {
     needs requirements::transformers:
@@ -13,7 +13,7 @@ xlaunch_harness::tests! {
 
 /// The whole comparison is `python3 tests/peers/exported.py`; what it prints.
 fn exported(llama_cpp: Option<&Path>) -> String {
-    let mut command = peer("exported.py");
+    let mut command = transformers_peer("exported.py");
     command.arg("--xlaunch").arg(xlaunch_path());
     if let Some(directory) = llama_cpp {
         command.arg("--llama-cpp").arg(directory);

@@ -1,6 +1,6 @@
 //! Compares token ids with those of tiktoken and of Hugging Face's tokenizers.
 
-use xlaunch_tests::{peer, requirements, run_ok, xlaunch_path};
+use xlaunch_tests::{peer, requirements, run_ok, transformers_peer, xlaunch_path};
 
 xlaunch_harness::tests! {
     needs requirements::tokenizers:
@@ -27,7 +27,7 @@ fn ids_of_nasty_documents_equal_those_of_python_for_each_family() {
 
 /// Compares 200 chats for each of fourteen templates. The comparison itself is `python3 tests/peers/chats.py`.
 fn chats_and_masks_equal_those_of_transformers() {
-    let output = run_ok(peer("chats.py").arg("--binary").arg(xlaunch_path()));
+    let output = run_ok(transformers_peer("chats.py").arg("--binary").arg(xlaunch_path()));
     assert_eq!(output.matches(": 200 of 200 chats equal").count(), 14, "{output}");
     assert_eq!(output.matches(", 200 masks equal").count(), 2, "{output}");
     assert!(output.contains("rows of Parquet: equal"), "{output}");

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::Value;
 use xlaunch_engine::DType;
 use xlaunch_spec::job::Precision;
-use xlaunch_tests::{Job, peer, requirements, run_ok, xlaunch_path};
+use xlaunch_tests::{Job, requirements, run_ok, transformers_peer, xlaunch_path};
 use xlaunch_worker::model::decode::{Decoder, Row};
 use xlaunch_worker::model::{BackendHandle, Model, Rows};
 use xlaunch_worker::pretrained::{Device, Source, open_device};
@@ -28,7 +28,7 @@ const EVALUATE: [&str; 6] =
 
 /// Runs commands of `peers/huggingface.py`; returns the output of each.
 fn judge(commands: &[Vec<String>]) -> Vec<Value> {
-    let mut python = peer("huggingface.py");
+    let mut python = transformers_peer("huggingface.py");
     let lines = run_ok(python.env("TRANSFORMERS_VERBOSITY", "error").args(commands.join(&"--".to_owned())));
     let values: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(values.len(), commands.len());
@@ -191,7 +191,8 @@ fn models_of_transformers_have_their_loss_and_logits_here() {
 
 /// The whole comparison is `python3 tests/peers/model_families.py compare`; one process compares all families.
 fn models_of_every_family_compute_and_train_as_in_transformers() {
-    let output = run_ok(peer("model_families.py").args(["compare", "--xlaunch"]).arg(xlaunch_path()));
+    let output =
+        run_ok(transformers_peer("model_families.py").args(["compare", "--xlaunch"]).arg(xlaunch_path()));
     let equal = ": equal: bits, load, export, loss, greedy, steps\n";
     assert_eq!(output.matches(equal).count(), 65, "{output}");
     assert_eq!(output.matches(": other head is used: ").count(), 2, "{output}");
@@ -200,13 +201,13 @@ fn models_of_every_family_compute_and_train_as_in_transformers() {
 
 /// See `tests/peers/muon.py`.
 fn muon_trains_as_in_torch() {
-    let output = run_ok(peer("muon.py").arg("--xlaunch").arg(xlaunch_path()));
+    let output = run_ok(transformers_peer("muon.py").arg("--xlaunch").arg(xlaunch_path()));
     assert_eq!(output.matches(": equal: ").count(), 8, "{output}");
 }
 
 /// See `tests/peers/documents.py`.
 fn packed_chats_train_as_in_transformers() {
-    let output = run_ok(peer("documents.py").arg("--xlaunch").arg(xlaunch_path()));
+    let output = run_ok(transformers_peer("documents.py").arg("--xlaunch").arg(xlaunch_path()));
     assert_eq!(output.matches(": equal: ").count(), 4, "{output}");
 }
 

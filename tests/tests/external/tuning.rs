@@ -1,6 +1,6 @@
 //! Fine-tuning as trl and PEFT do it.
 
-use xlaunch_tests::{peer, requirements, run_ok, xlaunch_path};
+use xlaunch_tests::{requirements, run_ok, transformers_peer, xlaunch_path};
 
 xlaunch_harness::tests! {
     needs requirements::trl:
@@ -11,16 +11,13 @@ xlaunch_harness::tests! {
 
 /// The whole comparison is `python3 tests/peers/lora.py`.
 fn adapters_train_as_in_peft_and_are_exchanged_with_it() {
-    let output = run_ok(peer("lora.py").arg("--xlaunch").arg(xlaunch_path()));
+    let output = run_ok(transformers_peer("lora.py").arg("--xlaunch").arg(xlaunch_path()));
     let equal = ": equal: first loss, 50 steps, adapter and merged export\n";
     assert_eq!(output.matches(equal).count(), 14, "{output}");
 }
 
 /// The whole comparison is `python3 tests/peers/sft.py`.
 fn chats_train_as_in_trl() {
-    let mut command = peer("sft.py");
-    // Otherwise glibc returns the memory of every large tensor to the system: a quarter of the CPU time of this test.
-    command.env("MALLOC_MMAP_THRESHOLD_", "1073741824").env("MALLOC_TRIM_THRESHOLD_", "4294967296");
-    let output = run_ok(command.arg("--xlaunch").arg(xlaunch_path()));
+    let output = run_ok(transformers_peer("sft.py").arg("--xlaunch").arg(xlaunch_path()));
     assert_eq!(output.matches(": equal: ").count(), 3, "{output}");
 }

@@ -1,6 +1,8 @@
 //! Ranks of a training job that hang or are slow: reports, terminations, and `xlaunch stacks`.
 
+use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -33,7 +35,7 @@ const ENDLESS: &str = "train.steps=1000000";
 /// Longer than the hang timeout, and than the time after which a worker considers its agent lost.
 const LONG_HANG: Duration = Duration::from_secs(16);
 /// Number of steps of a job that is restarted, and of steps between its checkpoints.
-const STEPS: u64 = 3000;
+const STEPS: u64 = 1500;
 const RESTARTED: [&str; 10] = [
     "--nproc",
     "2",
@@ -42,7 +44,7 @@ const RESTARTED: [&str; 10] = [
     "--set",
     "launch.max_restarts=1",
     "--set",
-    "train.steps=3000",
+    "train.steps=1500",
     "--set",
     "checkpoint.every=100",
 ];
@@ -102,9 +104,14 @@ fn finishes_as_if_it_had_not_hung(job: &Job, run: Process) -> String {
     let restarts: Vec<&str> = run.stderr.lines().filter(|line| line.contains("restarting")).collect();
     assert!(matches!(restarts[..], [line] if line.starts_with("xlaunch: rank 1: ")), "{}", run.stderr);
     assert!(run.stderr.contains("/logs/attempt_0/1/hang.txt"), "{}", run.stderr);
-    let undisturbed = Job::new();
-    undisturbed.run_ok(&RESTARTED);
-    assert!(job.saved_state(STEPS) == undisturbed.saved_state(STEPS), "other weights");
+    // The same for all tests.
+    static UNDISTURBED: OnceLock<BTreeMap<String, Vec<u8>>> = OnceLock::new();
+    let undisturbed = UNDISTURBED.get_or_init(|| {
+        let job = Job::new();
+        job.run_ok(&RESTARTED);
+        job.saved_state(STEPS)
+    });
+    assert!(job.saved_state(STEPS) == *undisturbed, "other weights");
     run.stderr
 }
 

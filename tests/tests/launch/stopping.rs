@@ -28,7 +28,7 @@ xlaunch_harness::tests! {
 const ARGS: [&str; 6] =
     ["--nproc", "2", "--set", "train.steps=100000000", "--set", "observe.tensorboard=false"];
 /// Number of lines of text, half of which are evaluated.
-const LONG_EVALUATION_LINES: usize = 600_000;
+const LONG_EVALUATION_LINES: usize = 200_000;
 /// Number of rounds of tests whose outcome could depend on timing.
 const ROUNDS: usize = 10;
 
@@ -131,7 +131,7 @@ fn stop_that_times_out_is_retryable_and_names_the_newest_checkpoint() {
 
 fn stop_waits_for_an_evaluation_that_makes_progress() {
     // The evaluations take longer than the shutdown timeout, which is several times the heartbeat interval.
-    for (timeout, most, code) in [("6.0", "300.0", 143), ("1.0", "0.0", 75)] {
+    for (timeout, most, code) in [("3.0", "300.0", 143), ("1.0", "0.0", 75)] {
         let job = Job::new();
         job.write("text/b.txt", "It was a dark and stormy night. ".repeat(LONG_EVALUATION_LINES));
         let limits = [("timeout", timeout), ("timeout_max", most)]

@@ -32,7 +32,7 @@ const FROM_MEMORY: &str = "from a memory snapshot";
 fn args<'a>(ranks: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let settings = [
         "train.steps=400",
-        "train.batch=16",
+        "train.batch=8",
         "checkpoint.every=20",
         "checkpoint.dir=\"saved\"",
         "launch.max_restarts=2",

@@ -95,7 +95,8 @@ pub struct Resources {
 }
 
 /// Compiles every kernel file for `arch` in these precisions; those of attention for these head widths, with and
-/// without tensor cores. What precisions share is compiled once. Returns each file with the resources of its kernels.
+/// without tensor cores, for plain scores and those with everything, or for `every_kind` of scores. What precisions
+/// share is compiled once. Returns each file with the resources of its kernels.
 ///
 /// # Errors
 /// The compiler's log, the name of a kernel that is missing from a cubin, or of one that leaves less dynamic shared
@@ -104,11 +105,12 @@ pub fn compile_kernels(
     arch: &str,
     precisions: &[Precision],
     widths: &[usize],
+    every_kind: bool,
 ) -> Result<Vec<(&'static str, Vec<Resources>)>, String> {
     let mut compiled = BTreeSet::new();
     let mut files = Vec::new();
     for precision in precisions {
-        for (source, macros, names) in kernels_to_compile(arch, *precision, widths) {
+        for (source, macros, names) in kernels_to_compile(arch, *precision, widths, every_kind) {
             let mut options = compile::options(arch, NVIDIA_WARP, precision.activations(), &macros);
             options.push("--ptxas-options=-v".into());
             if compiled.insert((source.file, options.clone())) {
@@ -124,12 +126,14 @@ fn kernels_to_compile(
     arch: &str,
     precision: Precision,
     widths: &[usize],
+    every_kind: bool,
 ) -> impl Iterator<Item = (Source, Vec<Macro>, Vec<&'static str>)> {
     let common = KERNEL_FILES.map(|file| (file.source, file.macros.to_vec(), file.kernels.to_vec()));
     let attention = widths.iter().flat_map(move |width| {
         // Narrow heads, and kernels on FP32 units, have registers to spare, so plain scores are enough for these.
-        let kinds = if *width < 64 { &Scores::ALL[..1] } else { &Scores::ALL[..] };
-        let kinds = kinds.iter().map(|scores| ((9, 0), *scores));
+        let last = Scores::ALL.len() - 1;
+        let some = move |kind: usize| kind == 0 || *width >= 64 && (every_kind || kind == last);
+        let kinds = (0..=last).filter(move |kind| some(*kind)).map(|kind| ((9, 0), Scores::ALL[kind]));
         kinds.chain([((7, 5), Scores::default())]).map(move |(capability, scores)| {
             let kernels = OwnKernels::select(precision, capability, *width, scores);
             let (source, macros) = kernels.source();
