@@ -60,15 +60,16 @@ void multiply(const Multiplication& m, Operands& operands) {
     if (m.a) unpack(m.a, ROWS, m.a_across, a);
     else unpack_registers(m, a);
     unpack(m.b, n, m.b_across, b);
-    float* sums = m.to->sums.data();
+    float* __restrict sums = m.to->sums.data();
     if (!m.add) std::fill_n(sums, ROWS * n, 0.0f);
     for (unsigned row = 0; row < ROWS; row++, sums += n)
-        for (unsigned k = 0; k < DEPTH; k += 4)
-            for (unsigned column = 0; column < n; column++) {
-                float sum = sums[column];
-                for (unsigned i = k; i < k + 4; i++) sum += a[i * ROWS + row] * b[i * n + column];
-                sums[column] = sum;
-            }
+        for (unsigned k = 0; k < DEPTH; k += 4) {
+            const float *left = &a[k * ROWS + row], *b0 = &b[k * n], *b1 = b0 + n, *b2 = b1 + n, *b3 = b2 + n;
+            float a0 = left[0], a1 = left[ROWS], a2 = left[2 * ROWS], a3 = left[3 * ROWS];
+            // Only with plain pointers does the compiler use vectors.
+            for (unsigned column = 0; column < n; column++)
+                sums[column] = sums[column] + a0 * b0[column] + a1 * b1[column] + a2 * b2[column] + a3 * b3[column];
+        }
 }
 
 // For each register of a warpgroup that has (64, n): thread, number, and element.
