@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use rustix::process::Signal;
 use serde_json::Value;
 use xlaunch_tests::{
-    FrozenThread, Job, Launch, Output, Process, children, requirements, send_signal, wait_for,
+    FrozenThread, Job, Launch, Output, Process, children, is_alive, requirements, send_signal, wait_for,
 };
 
 use crate::FAKE_WORKER;
@@ -15,6 +15,7 @@ xlaunch_harness::tests! {
     sigusr1_saves_a_checkpoint_and_training_goes_on,
     stop_that_times_out_is_retryable_and_names_the_newest_checkpoint,
     stop_waits_for_an_evaluation_that_makes_progress,
+    rank_that_is_done_is_not_blamed_for_a_stop,
     checkpoint_command_prints_the_path_of_a_complete_checkpoint,
     checkpoint_is_refused_where_there_is_nothing_to_save,
     rank_that_fails_to_save_is_the_root_cause,
@@ -42,6 +43,21 @@ fn start_training(job: &Job, settings: &[&str]) -> (Process, Vec<u32>) {
 
 fn query(job: &Job, args: &[&str]) -> Output {
     Process::spawn(&mut job.command(args)).wait()
+}
+
+fn rank_that_is_done_is_not_blamed_for_a_stop() {
+    for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130), (Signal::HUP, 129)] {
+        let launch = Launch::new();
+        let run = launch.spawn_shell(&[], 2, "echo rank $RANK: $$; test $RANK = 1 || exec sleep 1000");
+        let pid = |rank: &str| run.stdout().lines().find_map(|line| line.strip_prefix(rank)?.parse().ok());
+        wait_for("rank 0", || pid("rank 0: "));
+        let done = wait_for("rank 1", || pid("rank 1: "));
+        wait_for("the end of rank 1", || (!is_alive(done)).then_some(()));
+        run.signal(signal);
+        let run = run.wait();
+        assert_eq!(run.code, code, "{}", run.stderr);
+        assert!(!run.stderr.contains("rank 1"), "{}", run.stderr);
+    }
 }
 
 fn stop_with_wait_returns_after_the_end_and_the_launch_names_the_caller() {

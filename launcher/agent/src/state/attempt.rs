@@ -314,7 +314,8 @@ impl Attempt {
         if matches!(self.stage, Stage::Stopping { .. }) {
             return Vec::new();
         }
-        let notice = format!("{reason}: starting again with a checkpoint");
+        let checkpoint = if self.rules.kind == Kind::Trainer { " with a checkpoint" } else { "" };
+        let notice = format!("{reason}: starting again{checkpoint}");
         vec![Action::Notify(notice), self.ask_to_end(Request::Pause, now)]
     }
 

@@ -13,7 +13,7 @@ use std::time::Instant;
 use xlaunch_spec::exit::ExitCode;
 
 use super::attempt::Attempt;
-use super::stage::{Shutdown, Stage};
+use super::stage::{Request, Shutdown, Stage};
 use super::worker::{Session, Symptom, Worker, Written};
 use super::{Action, Event, Kind, STACKS_TIMEOUT, exits};
 use crate::ending::Failure;
@@ -59,8 +59,11 @@ impl Attempt {
     }
 
     /// Adds ranks that exited with code 0 although others still needed them. Called at the end of an attempt that
-    /// failed.
+    /// failed. In one that was told to end before, the others end because of that.
     pub(super) fn find_early_exits(&mut self) {
+        if !matches!(self.request(), None | Some(Request::StopAfterFailure)) {
+            return;
+        }
         let Some(first) = self.failures.first() else { return };
         let lost_peer = |failure: &Failure| {
             self.symptom(failure).is_some_and(|symptom| symptom.kind == Written::LostPeer)

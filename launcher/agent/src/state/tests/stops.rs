@@ -279,3 +279,30 @@ fn stop_after_which_all_ranks_complete_is_done() {
     let end = outcome(&run(&mut job, &events));
     assert_eq!((end.exit, end.stopped, end.note), (ExitCode::Stopped, true, None));
 }
+
+#[test]
+fn rank_that_was_done_before_a_stop_is_not_blamed_for_the_end_of_the_others() {
+    let now = Instant::now();
+    for (cause, signal) in [
+        (StopCause::Signal(SIGTERM), SIGTERM),
+        (StopCause::Signal(SIGINT), SIGINT),
+        (StopCause::Call, SIGTERM),
+    ] {
+        let mut job = command(2, 1);
+        run(&mut job, &[exited(1, 0)]);
+        job.handle(Event::Stop(cause), now);
+        let end = outcome(&job.handle(killed(0, signal), now));
+        let expected = (128 + u8::try_from(signal).unwrap(), None, true);
+        assert_eq!((end.exit.code(), end.root, end.stopped), expected, "{cause:?}");
+    }
+    // The group changes, and another attempt follows.
+    let mut job = command(2, 0);
+    run(&mut job, &[exited(1, 0)]);
+    job.job.handle(Event::Pause("node 1 (h1) joins".into()), now);
+    let actions = job.job.handle(killed(0, SIGTERM), now);
+    let ended = actions.iter().find_map(|action| match action {
+        Action::ReportEnd(ended) => Some(ended),
+        _ => None,
+    });
+    assert_eq!(ended.unwrap().root, None, "{actions:?}");
+}
