@@ -113,6 +113,8 @@ pub struct SpawnFailure {
     pub errno: i32,
     /// The limit that has caused it, if it is known.
     pub limit: Option<Reached>,
+    /// First line of the program; `None` if there is no such file.
+    pub first_line: Option<String>,
 }
 
 impl Ending {

@@ -4,7 +4,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use xlaunch_tests::{Launch, LimitedCgroup, Output, Process, requirements, wait_for, xlaunch_path};
+use rustix::process::Signal;
+use xlaunch_tests::{
+    Launch, LimitedCgroup, Output, Process, requirements, send_signal, wait_for, xlaunch_path,
+};
 
 xlaunch_harness::tests! {
     launch_with_another_temporary_directory_is_named_with_its_path,
@@ -21,6 +24,7 @@ xlaunch_harness::tests! {
     task_limit_of_the_cgroup_is_named_without_a_panic;
     needs requirements::root:
     process_limit_is_named_without_a_panic,
+    worker_of_another_user_that_cannot_be_killed_is_named_and_left,
     missing_proc_or_null_device_is_named;
 }
 
@@ -66,6 +70,28 @@ fn process_limit_is_named_without_a_panic() {
     let status = run(1, &["status"]);
     assert_refused(&status, "no launch of yours is running");
     assert_eq!(run(1, &["env"]).code, 0);
+}
+
+fn worker_of_another_user_that_cannot_be_killed_is_named_and_left() {
+    let launch = Launch::with_program("setpriv");
+    std::fs::set_permissions(launch.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(launch.runtime_dir(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let become_root = launch.path().join("become_root");
+    let path = std::env::var_os("PATH").unwrap();
+    let programs = std::env::split_paths(&path).map(|dir| dir.join("setpriv"));
+    let setpriv = programs.into_iter().find(|file| file.exists()).unwrap();
+    std::fs::copy(setpriv, &become_root).unwrap();
+    std::fs::set_permissions(&become_root, std::fs::Permissions::from_mode(0o4755)).unwrap();
+    let (uid, xlaunch) = (UNUSED_UIDS.to_string(), xlaunch_path().to_str().unwrap());
+    let user = ["--reuid", &uid, "--regid", &uid, "--clear-groups", xlaunch, "--shutdown-timeout", "1", "--"];
+    let worker = ["./become_root", "--reuid", "0", "--regid", "0", "--clear-groups", "sh", "-c"];
+    let run = launch.spawn(&[&user[..], &worker, &["echo worker $$; exec sleep 1000"]].concat());
+    let pid = wait_for("the worker", || run.stdout().strip_prefix("worker ")?.trim().parse::<u32>().ok());
+    run.signal(Signal::TERM);
+    let run = run.wait();
+    send_signal(pid, Signal::KILL);
+    let left = format!("process {pid} (sleep) runs as another user and cannot be killed: it is left running");
+    assert!(run.code == 143 && run.stderr.contains(&left), "{}: {}", run.code, run.stderr);
 }
 
 fn task_limit_of_the_cgroup_is_named_without_a_panic() {

@@ -1,6 +1,6 @@
 //! The processes of one attempt. They are started together, signalled together, and all gone before the next attempt.
 
-use std::io;
+use std::io::{self, Read};
 use std::ops::Range;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
@@ -25,6 +25,10 @@ const OUTPUT_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(100);
 /// Time for killed processes to disappear. Those that remain after it hang in the kernel.
 const KILL_DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time between reports of the same killed processes.
+const SURVIVOR_REPORT_INTERVAL: Duration = Duration::from_secs(60);
+/// Maximum length of the line of a program that names its interpreter: that of Linux.
+const MAX_FIRST_LINE_BYTES: u64 = 255;
 /// Time for the GPU driver to release the memory of killed processes, before workers are started on the same GPUs.
 const GPU_MEMORY_RELEASE_TIMEOUT: Duration = Duration::from_secs(15);
 
@@ -46,6 +50,8 @@ pub(super) struct Attempt {
     signalled: bool,
     /// Workers whose process group has already received a signal from the terminal.
     received: Vec<(u32, Signal)>,
+    /// Time at which killed workers that have not exited are reported.
+    overdue: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -97,6 +103,7 @@ impl Attempt {
 
     pub(super) fn kill(&mut self) {
         self.signalled = true;
+        self.overdue.get_or_insert(Instant::now() + KILL_DRAIN_TIMEOUT);
         self.processes.iter().for_each(ProcessTree::kill);
     }
 
@@ -222,7 +229,8 @@ impl Driver<'_> {
         };
         // Read at once: the limit leaves room as soon as other workers have ended.
         let limit = system_errors::reached_limit(error);
-        let failure = error.raw_os_error().map(|errno| SpawnFailure { errno, limit });
+        let first_line = self.workload.program().and_then(|program| first_line(Path::new(program)));
+        let failure = error.raw_os_error().map(|errno| SpawnFailure { errno, limit, first_line });
         let mut actions = Vec::new();
         for rank in self.ranks_of(process) {
             self.attempt.ends[rank as usize].spawn_failure.clone_from(&failure);
@@ -319,17 +327,48 @@ impl Driver<'_> {
         self.attempt = attempt;
     }
 
+    /// Reports killed workers that do not exit. xlaunch waits for those that hang in the kernel, as they keep their GPU
+    /// until they exit, but not for those that it may not signal.
+    pub(super) fn report_survivors(&mut self, now: Instant) {
+        let running = |rank: u32| self.attempt.ends[rank as usize].exit.is_none();
+        if self.attempt.overdue.is_none_or(|due| now < due) || !(0..self.workers).any(running) {
+            return;
+        }
+        self.attempt.overdue = Some(now + SURVIVOR_REPORT_INTERVAL);
+        let survivors = self.attempt.processes.as_ref().map(ProcessTree::survivors).unwrap_or_default();
+        for process in &survivors {
+            self.notify(&process.to_string());
+        }
+        for (process, started) in (0..).zip(&self.attempt.workers) {
+            let Some(pid) = started.as_ref().map(|started| started.worker.pid) else { continue };
+            if survivors.iter().any(|survivor| survivor.pid == pid && survivor.is_forbidden) {
+                for rank in self.ranks_of(process).filter(|rank| running(*rank)) {
+                    // The receiver is this driver.
+                    let _ = self.exits.send(WorkerExit { pid, rank, exit: Exit::Unknown });
+                }
+            }
+        }
+    }
+
     pub(super) async fn end(&self, attempt: &mut Attempt) {
         if let Some(processes) = &attempt.processes {
             for process in processes.kill_and_wait(KILL_DRAIN_TIMEOUT).await {
-                let (pid, name, state) = (process.pid, process.name, process.state);
-                self.notify(&format!("process {pid} ({name}, state {state}) was killed but does not exit"));
+                self.notify(&process.to_string());
             }
         }
         for started in attempt.workers.iter_mut().flatten() {
             started.output.end(OUTPUT_DRAIN_TIMEOUT).await;
         }
     }
+}
+
+/// Returns the first line of a program; `None` if it cannot be read.
+fn first_line(program: &Path) -> Option<String> {
+    let mut bytes = Vec::new();
+    let file = fs_err::File::open(program).ok()?;
+    file.take(MAX_FIRST_LINE_BYTES).read_to_end(&mut bytes).ok()?;
+    let line = bytes.split(|byte| *byte == b'\n').next()?;
+    Some(String::from_utf8_lossy(line).into_owned())
 }
 
 #[cfg(test)]

@@ -269,6 +269,7 @@ impl Driver<'_> {
     /// Checks for progress and for hanging ranks. Called every second.
     fn poll(&mut self, now: Instant) -> Option<Event> {
         self.restore_private();
+        self.report_survivors(now);
         let progress = match self.job.state() {
             JobState::Running => self.workload.read_heartbeats(&self.board, now),
             // Ranks of other nodes may hang after the last rank of this node has exited.

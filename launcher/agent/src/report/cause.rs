@@ -133,12 +133,17 @@ fn not_started(failure: &SpawnFailure, evidence: &Evidence) -> Option<Cause> {
         return Some(Cause::new(what).with_help(help));
     }
     let cause = match Errno::from_raw_os_error(failure.errno) {
-        Errno::NOENT if program.contains('/') => {
-            Cause::new(format!("file `{program}` not found, or the interpreter in its first line is missing"))
-                .with_help(
-                    "a script with Windows line ends (CRLF) names no interpreter: `sed -i 's/\\r$//' FILE`",
-                )
-        }
+        Errno::NOENT if program.contains('/') => match &failure.first_line {
+            None => Cause::new(format!("file `{program}` not found")),
+            Some(line) if line.ends_with('\r') => {
+                Cause::new(format!("the first line of `{program}` has a Windows line end (CRLF)"))
+                    .with_help(format!("sed -i 's/\\r$//' {program}"))
+            }
+            Some(line) => Cause::new(format!(
+                "the interpreter in the first line of `{program}` is not found: `{}`",
+                line.trim_start_matches("#!").trim()
+            )),
+        },
         Errno::NOENT if program.ends_with(".py") => Cause::new(format!("program `{program}` not found"))
             .with_help("to run it with Python, leave out `--` and `--no-python`"),
         Errno::NOENT => Cause::new(format!("program `{program}` not found"))
@@ -291,8 +296,7 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
             whole
         } else {
             whole.with_help(format!(
-                "install it for {program}, activate its virtual environment, or run `xlaunch [FLAGS] -- \
-                 /PATH/TO/python SCRIPT.py`"
+                "install it for {program}, activate its virtual environment, or set PYTHON_EXEC=/PATH/TO/python"
             ))
         }
     } else if name == "BdbQuit" || line.starts_with("EOFError: EOF when reading a line") {

@@ -110,7 +110,7 @@ fn worker_that_failed_to_start_is_reported_without_pid_and_logs() {
     );
     let ending = end_after(&mut job, &actions);
     let evidence = Evidence {
-        spawn_failure: Some(SpawnFailure { errno: 2, limit: None }),
+        spawn_failure: Some(SpawnFailure { errno: 2, limit: None, first_line: None }),
         program: "trian".into(),
         search_path: "/bin".into(),
         ..Evidence::default()

@@ -6,12 +6,14 @@
 //! Either way [`ProcessTree::kill_and_wait`] leaves only processes that the kernel itself cannot kill.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group, test_kill_process};
 use xlaunch_proto::env;
 
 use super::cgroup::{self, RankCgroups};
@@ -44,6 +46,20 @@ pub struct Survivor {
     pub name: String,
     /// The state letter that `ps` shows. A process in state `D` cannot be killed.
     pub state: char,
+    /// It runs as another user, whose processes this one may not signal.
+    pub is_forbidden: bool,
+}
+
+/// The line about a process that was killed but still exists.
+impl fmt::Display for Survivor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { pid, name, state, is_forbidden } = self;
+        if *is_forbidden {
+            write!(f, "process {pid} ({name}) runs as another user and cannot be killed: it is left running")
+        } else {
+            write!(f, "process {pid} ({name}, state {state}) was killed but does not exit")
+        }
+    }
 }
 
 impl ProcessTree {
@@ -149,8 +165,13 @@ impl ProcessTree {
 
     /// Returns the processes that still exist.
     pub fn survivors(&self) -> Vec<Survivor> {
-        let survivor =
-            |process: Process| Survivor { pid: process.pid, name: process.name, state: process.state };
+        let survivor = |process: Process| Survivor {
+            is_forbidden: Pid::from_raw(process.pid.cast_signed())
+                .is_some_and(|pid| test_kill_process(pid) == Err(Errno::PERM)),
+            pid: process.pid,
+            name: process.name,
+            state: process.state,
+        };
         self.members().into_iter().map(survivor).collect()
     }
 

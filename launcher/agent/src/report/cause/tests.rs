@@ -170,8 +170,8 @@ fn failed_and_timed_out_collectives() {
 fn missing_modules_and_scripts() {
     let (what, help) = failed(&traceback("ModuleNotFoundError: No module named 'flash_attn'"));
     assert_eq!(what, "ModuleNotFoundError: No module named 'flash_attn' (/w/t.py, line 7)");
-    let expected = "install it for /opt/py/bin/python, activate its virtual environment, or run `xlaunch [FLAGS] -- \
-                    /PATH/TO/python SCRIPT.py`";
+    let expected = "install it for /opt/py/bin/python, activate its virtual environment, or set \
+                    PYTHON_EXEC=/PATH/TO/python";
     assert_eq!(help, expected);
     let script = "/opt/py/bin/python: can't open file '/w/x.py': [Errno 2] No such file or directory";
     assert_eq!(of(&evidence(Exit::Code(2), script)).0, script);
@@ -190,26 +190,31 @@ fn reading_the_end_of_the_input_is_explained() {
 
 #[test]
 fn programs_that_cannot_be_started() {
-    let failed = |errno: Errno, program: &str| {
+    let with_first_line = |errno: Errno, program: &str, first_line: Option<&str>| {
+        let first_line = first_line.map(str::to_owned);
         of(&Evidence {
-            spawn_failure: Some(SpawnFailure { errno: errno.raw_os_error(), limit: None }),
+            spawn_failure: Some(SpawnFailure { errno: errno.raw_os_error(), limit: None, first_line }),
             program: program.into(),
             search_path: "/bin:/usr/bin".into(),
             ..Evidence::default()
         })
     };
+    let failed = |errno, program| with_first_line(errno, program, None);
     let missing = failed(Errno::NOENT, "pyhton");
     assert_eq!(missing.0, "program `pyhton` not found");
     assert_eq!(missing.1, "install it, or give its path; directories searched (PATH): /bin:/usr/bin");
     let script = failed(Errno::NOENT, "train.py");
     assert_eq!(script.1, "to run it with Python, leave out `--` and `--no-python`");
-    let file = failed(Errno::NOENT, "./run.sh");
-    assert_eq!(file.0, "file `./run.sh` not found, or the interpreter in its first line is missing");
-    assert!(file.1.contains("(CRLF)"), "{}", file.1);
+    assert_eq!(failed(Errno::NOENT, "./run.sh").0, "file `./run.sh` not found");
+    let script = |first_line| with_first_line(Errno::NOENT, "./run.sh", Some(first_line));
+    let expected = "the interpreter in the first line of `./run.sh` is not found: `/opt/bin/python3 -u`";
+    assert_eq!(script("#! /opt/bin/python3 -u").0, expected);
+    assert!(script("#!/bin/sh\r").0.contains("Windows") && script("#!/bin/sh\r").1.ends_with("run.sh"));
     assert!(failed(Errno::ACCESS, "./run.sh").1.starts_with("chmod +x ./run.sh"));
     assert_eq!(failed(Errno::NOEXEC, "./a").0, "`./a` is not an executable for this machine");
     let limit = Reached { what: "pids.max is 4".into(), help: "raise it".into() };
-    let failure = SpawnFailure { errno: Errno::AGAIN.raw_os_error(), limit: Some(limit) };
+    let errno = Errno::AGAIN.raw_os_error();
+    let failure = SpawnFailure { errno, limit: Some(limit), first_line: None };
     let refused = Evidence { spawn_failure: Some(failure), ..Evidence::default() };
     assert_eq!(of(&refused), ("pids.max is 4".into(), "raise it".into()));
 }
