@@ -42,7 +42,8 @@ pub(crate) fn resolve(
     node: &NodeLimits,
 ) -> Result<(Submitted, Description), CommandError> {
     let Submit { request, mut work } = submission;
-    let SubmitRequest { request_id, work_dir, environment, name, priority, gpus: wanted, .. } = request;
+    let SubmitRequest { request_id, work_dir, environment, umask, name, priority, gpus: wanted, .. } =
+        request;
     let mut scheduling = request.scheduling.unwrap_or_default();
     match &mut work {
         Work::Trainer(spec) => {
@@ -83,6 +84,7 @@ pub(crate) fn resolve(
         job: 0,
         name,
         work_dir: work_dir.into(),
+        umask,
         environment,
         work,
         workers,

@@ -149,6 +149,9 @@ impl Start {
 
     async fn work(&self) -> Result<Ending, Refusal> {
         let work_dir = &self.description.work_dir;
+        if let Some(mask) = self.description.umask {
+            rustix::process::umask(rustix::fs::Mode::from_raw_mode(mask));
+        }
         std::env::set_current_dir(work_dir).map_err(|error| {
             Refusal::new(ExitCode::Usage, format!("failed to start in {}: {error}", work_dir.display()))
         })?;

@@ -216,12 +216,20 @@ fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
         version: xlaunch_proto::VERSION.into(),
         work_dir,
         environment: environment(std::env::vars_os()).map_err(refuse)?,
+        umask: umask(),
         name: options.name.clone().unwrap_or_default(),
         priority: options.priority,
         gpus: options.gpus,
         work: Some(work),
         ..options.scheduling.request()
     })
+}
+
+/// Returns the mask of this process. The system call that reads it would also set it.
+fn umask() -> Option<u32> {
+    let status = fs_err::read_to_string("/proc/self/status").ok()?;
+    let mask = status.lines().find_map(|line| line.strip_prefix("Umask:"))?;
+    u32::from_str_radix(mask.trim(), 8).ok()
 }
 
 /// Returns a random id, from the random keys of `RandomState`.

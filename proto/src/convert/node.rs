@@ -77,6 +77,7 @@ impl TryFrom<v1::SubmitRequest> for Submit {
         }
         check_priority(wire.priority)?;
         range("gpus", wire.gpus.map(u64::from), 0, MAX_GPUS.into())?;
+        range("umask", wire.umask.map(u64::from), 0, 0o777)?;
         wire.scheduling.as_ref().map_or(Ok(()), check_scheduling)?;
         check_array_indices(&wire.array_indices)?;
         check_text("version", &wire.version, MAX_VERSION_BYTES)?;

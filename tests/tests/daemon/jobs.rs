@@ -29,10 +29,15 @@ xlaunch_harness::tests! {
 fn job_runs_in_directory_and_environment_of_its_submission() {
     let node = Node::new("");
     // A failure stops the other rank, so each rank waits for the other's output.
-    let script = "echo hello $RANK $GREETING; echo oops >&2; pwd > where; touch said$RANK; \
+    let script = "echo hello $RANK $GREETING; echo oops >&2; pwd > where; umask > mask; \
+                  touch said$RANK; \
                   while ! [ -e said0 -a -e said1 ]; do sleep 0.02; done; exit 3";
     let mut submit = node.client(&["submit", "--name", "greet", "--nproc", "2", "--", "sh", "-c", script]);
-    let run = Process::spawn(submit.env("GREETING", "world")).wait();
+    submit.env("GREETING", "world");
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "umask 027; exec \"$0\" \"$@\""]).arg(submit.get_program()).args(submit.get_args());
+    shell.envs(submit.get_envs().filter_map(|(name, value)| Some((name, value?)))).current_dir(node.path());
+    let run = Process::spawn(&mut shell).wait();
     assert_eq!(run.stdout, "job 1\n", "{}", run.stderr);
     let job = node.wait(1, "failed");
     let found = (&job["name"], &job["exit_code"], &job["workers"]);
@@ -41,6 +46,7 @@ fn job_runs_in_directory_and_environment_of_its_submission() {
     assert_eq!(node.run(&["logs", "1", "--rank", "1"]).stdout, "hello 1 world\n");
     assert_eq!(node.run(&["logs", "1", "--stderr"]).stdout, "oops\n");
     assert_eq!(node.lines("where"), [node.path().display().to_string()]);
+    assert_eq!(node.lines("mask"), ["0027"]);
     assert!(node.run(&["jobs", "--all"]).stdout.contains("greet"));
 }
 

@@ -49,6 +49,7 @@ fn start(work: Work) -> Value {
         start: 1,
         gpus: vec!["GPU-a".into()],
         requeued: false,
+        umask: None,
         max_output: Some(1 << 20),
     };
     serde_json::to_value(&description).expect("plain data")

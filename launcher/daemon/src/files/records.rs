@@ -25,6 +25,9 @@ pub struct Description {
     pub job: u64,
     pub name: String,
     pub work_dir: PathBuf,
+    /// Mask of permissions for new files; `None` for submissions of version 0.3 and before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub umask: Option<u32>,
     /// Variables as `NAME=VALUE`, not necessarily UTF-8.
     pub environment: Vec<Vec<u8>>,
     pub work: Work,

@@ -17,6 +17,7 @@ fn description(job: u64) -> Description {
         start: 0,
         gpus: Vec::new(),
         requeued: false,
+        umask: None,
         max_output: None,
     }
 }
