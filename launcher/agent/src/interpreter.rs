@@ -49,17 +49,21 @@ fn is_source(script: &[u8]) -> bool {
     !script.ends_with(b".pyc") && !script.ends_with(b".pyz") && !Path::new(OsStr::from_bytes(script)).is_dir()
 }
 
-/// Finds the interpreter, in this order: `PYTHON_EXEC`; the Python of the environment that xlaunch is installed in,
-/// which is one of the directories `own`; the first Python in `PATH`, which is that of an active virtual environment.
-/// xlaunch's environment precedes `PATH`, like torchrun's does, because cron, systemd and containers set a `PATH` of
-/// their own.
+/// Finds the interpreter, in this order: `PYTHON_EXEC`; the Python of the environment that xlaunch was called from, the
+/// first of the directories `own`; that of the active environment; that of the environment that a link to xlaunch leads
+/// to, as those of pipx do; the first Python in `PATH`. xlaunch's environment precedes `PATH`, like torchrun's does,
+/// because cron, systemd and containers set a `PATH` of their own.
 fn interpreter(environment: Environment<'_>, own: &[PathBuf]) -> Result<OsString, String> {
     if let Some(chosen) = environment("PYTHON_EXEC").filter(|chosen| !chosen.is_empty()) {
         return Ok(chosen);
     }
     let path = environment("PATH").unwrap_or_default();
     let candidates = |dir: PathBuf| ["python3", "python"].map(|name| dir.join(name));
-    let environments = own.iter().filter(|dir| is_in_python_environment(dir)).cloned();
+    let (called, installed) = own.split_at(own.len().min(1));
+    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(environment);
+    let active = active.map(|root| Path::new(&root).join("bin"));
+    let environments = called.iter().cloned().chain(active).chain(installed.iter().cloned());
+    let environments = environments.filter(|dir| is_in_python_environment(dir));
     let dirs = environments.chain(std::env::split_paths(&path));
     let found = dirs.flat_map(candidates).find(|file| is_executable(file));
     let missing =
@@ -123,8 +127,18 @@ mod tests {
         assert_eq!(found(&only_path), argv(&script(), &[], &only_path).unwrap()[0], "not an environment");
         fs_err::create_dir(dirs.path().join("conda/conda-meta")).unwrap();
         assert_eq!(found(&only_path), conda);
+        // xlaunch is a link into an environment of its own, and another one is active.
+        let active = dirs.path().join("active");
+        let python = program("active/bin/python3", 0o755);
+        fs_err::write(active.join("pyvenv.cfg"), "").unwrap();
+        let with_active = |name: &str| match name {
+            "VIRTUAL_ENV" => Some(active.clone().into_os_string()),
+            _ => only_path(name),
+        };
+        assert_eq!(found(&with_active), python);
         fs_err::write(dirs.path().join("own/pyvenv.cfg"), "").unwrap();
         assert_eq!(found(&only_path), venv_of_xlaunch);
+        assert_eq!(found(&with_active), venv_of_xlaunch);
         assert_eq!(found(&chosen), "/opt/python");
         let refusal = argv(&script(), &[], &|_| None).unwrap_err();
         assert!(refusal.contains("PYTHON_EXEC"), "{refusal}");
