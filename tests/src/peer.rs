@@ -20,7 +20,7 @@ pub fn transformers_peer(script: &str) -> Command {
     let name = format!("xlaunch-peers-{}", std::process::id());
     SERVER.get_or_init(|| {
         let mut server = python(&[&forked, Path::new("serve"), Path::new(&name)]);
-        // Otherwise glibc returns the memory of every large tensor to the system, a quarter of the CPU time of training.
+        // Otherwise glibc returns the memory of every large tensor to the system: a quarter of the time of training.
         server.env("MALLOC_MMAP_THRESHOLD_", "1073741824").env("MALLOC_TRIM_THRESHOLD_", "4294967296");
         let server = server.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
         let mut server = server.expect("start Python");

@@ -61,10 +61,13 @@ pub(super) fn print_note(text: &str) {
     print_line(format_args!("{}", lines.join("\n")));
 }
 
-/// Prints the summary and the failure report of a job. Errors are ignored: the streams may be closed.
+/// Prints the summary and the failure report of a job. A reader that is gone wants neither.
 pub(super) fn print_end(summary: &str, report: &str) {
-    let _ = write(summary.as_bytes());
-    let _ = write_all(io::stderr().lock(), report.as_bytes());
+    let lost = write(summary.as_bytes()).err().filter(|error| error.kind() != ErrorKind::BrokenPipe);
+    let lost = lost.map(|error| format!("xlaunch: the summary was not written to stdout: {error}\n"));
+    let text = lost.unwrap_or_default() + report;
+    // There is no other place for it.
+    let _ = write_all(io::stderr().lock(), text.as_bytes());
 }
 
 /// Prints part of the answer to stdout.

@@ -383,7 +383,7 @@ impl DaemonClient {
                 (ExitCode::Usage, message)
             }
             Code::Unavailable => {
-                let message = format!("the daemon at {socket} does not accept calls: {}", status.message());
+                let message = format!("the daemon at {socket} refuses: {}", status.message());
                 (ExitCode::Retryable, message)
             }
             Code::PermissionDenied | Code::InvalidArgument => (ExitCode::Usage, status.message().into()),

@@ -58,8 +58,10 @@ impl MasterPort {
                 return Ok(found);
             }
         }
-        if let Some(number) = from.iter().chain(before).find(|port| is_free(**port)) {
-            return Ok(Self { number: *number, _lock: None });
+        for number in from.iter().chain(before) {
+            if is_free(*number)? {
+                return Ok(Self { number: *number, _lock: None });
+            }
         }
         Err(io::Error::new(io::ErrorKind::AddrInUse, "no port is free for MASTER_PORT"))
     }
@@ -67,7 +69,7 @@ impl MasterPort {
     fn lock(number: u16) -> io::Result<Option<Self>> {
         let name = std::os::unix::net::SocketAddr::from_abstract_name(format!("xlaunch-port-{number}"))?;
         match UnixListener::bind_addr(&name) {
-            Ok(lock) => Ok(is_free(number).then_some(Self { number, _lock: Some(lock) })),
+            Ok(lock) => Ok(is_free(number)?.then_some(Self { number, _lock: Some(lock) })),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => Ok(None),
             Err(error) => Err(error),
         }
@@ -75,11 +77,21 @@ impl MasterPort {
 }
 
 /// Returns whether the port can be bound on all addresses of each address family that the host has.
-fn is_free(port: u16) -> bool {
+///
+/// # Errors
+/// The host, or its sandbox, refuses sockets of both families.
+fn is_free(port: u16) -> io::Result<bool> {
     let any: [SocketAddr; 2] = [(Ipv4Addr::UNSPECIFIED, port).into(), (Ipv6Addr::UNSPECIFIED, port).into()];
     let opened = any.map(|address| TcpListener::bind(address).map(drop));
     let in_use = |error: &io::Error| error.kind() == io::ErrorKind::AddrInUse;
-    opened.iter().any(Result::is_ok) && !opened.iter().any(|result| result.as_ref().is_err_and(in_use))
+    if opened.iter().any(|result| result.as_ref().is_err_and(in_use)) {
+        return Ok(false);
+    }
+    let [ipv4, ipv6] = opened;
+    let opened = ipv4.or_else(|error| ipv6.map_err(|_| error));
+    opened.map(|()| true).map_err(|error| {
+        io::Error::new(error.kind(), format!("failed to open a port for MASTER_PORT: {error}"))
+    })
 }
 
 /// Returns the ports to choose from, given two kernel settings such as "32768 60999" and "8080,9000-9100".
@@ -131,7 +143,7 @@ mod tests {
         let held = MasterPort::first_free(&ports, random).unwrap();
         let number = held.number();
         assert!(MasterPort::first_free(&[open], 0).is_err());
-        let other = ports.iter().copied().find(|port| *port != number && is_free(*port)).unwrap();
+        let other = ports.iter().copied().find(|port| *port != number && is_free(*port).unwrap()).unwrap();
         assert_eq!(MasterPort::first_free(&[number, open, other], 0).unwrap().number(), other);
     }
 

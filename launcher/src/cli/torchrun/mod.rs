@@ -235,7 +235,11 @@ fn not_a_script(argv: &[OsString]) -> String {
     if Path::new(&script).is_dir() {
         return format!("{script} is a directory without __main__.py, which Python cannot run");
     }
-    let others = format!("`xlaunch -- {script}` runs a program, `xlaunch -m {script}` a Python module");
+    let others = if Path::new(&script).is_file() {
+        format!("`xlaunch -- python3 {script}` runs it as one, `xlaunch -- {script}` as a program")
+    } else {
+        format!("`xlaunch -- {script}` runs a program, `xlaunch -m {script}` a Python module")
+    };
     if script == "train" {
         let config = argv.iter().find(|argument| argument.as_bytes().ends_with(b".toml"));
         let config = config.map_or("CONFIG.toml".into(), |config| config.to_string_lossy());
