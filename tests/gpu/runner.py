@@ -79,6 +79,23 @@ BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "l
            "speedrun-124m": 32, "olmo2-1b": 4, "gemma3-1b": 4, "mistral-8": 4, "pythia-160m": 16,
            "ernie4.5-0.3b": 8, "exaone4-1.2b": 8, "arcee-8": 4,
            "olmoe-4": 8, "qwen3-moe-4": 8, "experts-16": 32}
+# Shapes that nothing was tuned for, with their sequences per GPU.
+UNFAMILIAR = {
+    "llama-512": (dict(layers=16, heads=24, kv_heads=4, dim=1536, ffn=4096, seq=512, vocab=32000), 48),
+    "gpt2-large": (dict(arch="gpt2", layers=36, heads=20, kv_heads=20, dim=1280, ffn=5120, seq=1024, tied=True), 12),
+    "smollm2-360m": (dict(layers=32, heads=15, kv_heads=5, dim=960, ffn=2560, seq=2048, vocab=49152, tied=True), 8),
+    "odd-1000": (dict(layers=12, heads=12, kv_heads=12, dim=768, ffn=2048, seq=1000, vocab=50000), 20),
+    "one-1024": (dict(layers=12, heads=12, kv_heads=12, dim=768, ffn=2048, seq=1024), 1),
+    "long-32k": (dict(layers=8, heads=8, kv_heads=2, dim=1024, ffn=2816, seq=32768, vocab=32000), 1),
+    "heads-48": (dict(layers=12, heads=16, kv_heads=16, dim=768, ffn=2048, seq=1024), 24),
+    "heads-112": (dict(layers=12, heads=8, kv_heads=8, dim=896, ffn=2432, seq=2048), 12),
+    "wide-5120": (dict(layers=3, heads=40, kv_heads=8, dim=5120, ffn=13824, seq=2048, vocab=32000), 4),
+    "mixtral-4": (dict(layers=4, heads=32, kv_heads=8, dim=2048, ffn=7168, seq=2048, vocab=32000, experts=8,
+                       experts_per_token=2), 8),
+    "tiny-64": (dict(layers=6, heads=6, kv_heads=6, dim=384, ffn=1024, seq=64, vocab=256), 64),
+}
+SIZES |= {name: dict(arch="llama", vocab=50257, tied=False) | sizes for name, (sizes, _) in UNFAMILIAR.items()}
+BATCHES |= {name: batch for name, (_, batch) in UNFAMILIAR.items()}
 # Models whose parameters are divided among the GPUs, because a whole model with its optimizer does not fit into one.
 DIVIDED = {"llama-8b"}
 
