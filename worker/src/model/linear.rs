@@ -349,14 +349,18 @@ impl Model {
         Ok(gradient)
     }
 
-    /// Returns the activation function of the feed-forward layers.
     pub(super) fn activation_function(&self) -> Activation {
-        match self.shape.activation {
-            model::Activation::Silu => Activation::Silu,
-            model::Activation::Gelu => Activation::Gelu,
-            model::Activation::GeluTanh => Activation::GeluTanh,
-            model::Activation::Relu2 => Activation::Relu2,
-            model::Activation::QuickGelu => Activation::QuickGelu,
-        }
+        activation_function(&self.shape)
+    }
+}
+
+/// Returns the activation function of the feed-forward layers.
+pub(crate) fn activation_function(shape: &model::ModelShape) -> Activation {
+    match shape.activation {
+        model::Activation::Silu => Activation::Silu,
+        model::Activation::Gelu => Activation::Gelu,
+        model::Activation::GeluTanh => Activation::GeluTanh,
+        model::Activation::Relu2 => Activation::Relu2,
+        model::Activation::QuickGelu => Activation::QuickGelu,
     }
 }

@@ -52,6 +52,7 @@ pub use gradient_arena::GradientArena;
 pub use head::{LossGradients, SMALLEST_CHUNK};
 pub use layout::Group;
 use layout::Layout;
+pub(crate) use linear::activation_function;
 pub use pass::Progress;
 use rope::Rope;
 pub use routing::{ExpertLoad, Routing};

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use xlaunch_comm::{Collective, Sharding};
-use xlaunch_engine::{AttentionShape, DType};
+use xlaunch_engine::{DType, Operations};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
@@ -21,7 +21,7 @@ use xlaunch_proto::v1::{
 };
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::flops;
-use xlaunch_spec::job::{DocumentMode, JobSpec, SpecError};
+use xlaunch_spec::job::{DocumentMode, JobSpec, Optimizer, SpecError};
 use xlaunch_spec::model::ModelShape;
 
 use crate::bench::{self, SkipAllReduce};
@@ -35,7 +35,7 @@ use crate::environment::{Device, Environment};
 use crate::error::{Result, WorkerError};
 use crate::fail::{self, Place};
 use crate::model::layout::Layout;
-use crate::model::{BackendHandle, Model, Rows, attention_shape};
+use crate::model::{BackendHandle, Model, Rows, activation_function, attention_shape};
 use crate::nccl_windows;
 use crate::optim::AdamW;
 use crate::phase;
@@ -103,7 +103,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     }
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
-    device.backend.prepare(shape_of_attention(spec, &shape));
+    device.backend.prepare(&operations(spec, &shape));
     let agreement = agreement(spec, &layout, activations, &division, &fingerprint);
     let connector = join::join(context, &agreement, &device)?;
     let (collective, filled) = connect_and_fill(context, connector, || {
@@ -367,11 +367,17 @@ fn agreement(
     .concat()
 }
 
-/// Returns the shape of attention in the last block.
-fn shape_of_attention(spec: &JobSpec, shape: &ModelShape) -> AttentionShape {
+/// Returns what decides which kernels the job needs. Attention is that of the last block.
+fn operations(spec: &JobSpec, shape: &ModelShape) -> Operations {
     let mut attention = attention_shape(shape, Rows::new(spec.train.batch, shape.seq), shape.layers - 1);
     attention.options.documents = spec.data.documents() != DocumentMode::Joined;
-    attention
+    Operations {
+        attention,
+        activation: activation_function(shape),
+        gated: shape.gated,
+        experts: shape.experts > 0,
+        muon: spec.train.optimizer == Optimizer::Muon,
+    }
 }
 
 fn start_loader(

@@ -12,7 +12,7 @@ use crate::cuda::{Gpu, graph};
 use crate::error::{EngineError, Result};
 use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
-use crate::ops::{AttentionShape, Cuda, KERNEL_FILES, Marks, MuonPiece, MuonPieces, Op};
+use crate::ops::{Cuda, KERNEL_FILES, Marks, MuonPiece, MuonPieces, Op, Operations};
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
 use crate::tensor::{Slice, Tensor};
@@ -153,11 +153,10 @@ impl Backend {
         Ok(Capture::new(move || graph::launch(&captured)))
     }
 
-    /// Starts preparations that the first step would otherwise wait for, and returns at once. `attention` is the shape
-    /// of the model's attention.
-    pub fn prepare(&self, attention: AttentionShape) {
+    /// Starts preparations that the first step would otherwise wait for, and returns at once.
+    pub fn prepare(&self, operations: &Operations) {
         if let Some(gpu) = self.gpu() {
-            gpu.attention.prepare(gpu, attention);
+            gpu.prepare(operations);
         }
     }
 

@@ -48,6 +48,13 @@ pub(crate) struct HopperKernel {
     pub(crate) shared: usize,
 }
 
+impl HopperKernel {
+    /// Returns its source, with the macros.
+    pub(crate) fn compilation(&self) -> (Source, Vec<Macro>) {
+        (self.source, self.macros.to_vec())
+    }
+}
+
 /// The kernels used so far.
 #[derive(Debug)]
 pub(crate) struct Hopper {

@@ -1,7 +1,9 @@
 //! The kernels of one device, loaded by file and launched by name.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::thread::JoinHandle;
 
 use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as MAX_SHARED;
@@ -135,6 +137,15 @@ pub(crate) struct Kernels {
     device: Device,
     activations: DType,
     functions: HashMap<&'static str, CudaFunction>,
+    compiling: RefCell<Option<JoinHandle<()>>>,
+}
+
+impl Drop for Kernels {
+    /// The process must not exit while a thread is inside the compiler.
+    fn drop(&mut self) {
+        // If the thread panicked, the panic was printed already.
+        let _ = self.compiling.take().map(JoinHandle::join);
+    }
 }
 
 impl Kernels {
@@ -144,7 +155,8 @@ impl Kernels {
             attribute.map_err(|error| driver_error("failed to query the size of shared memory", error))?;
         let max_dynamic_shared = usize::try_from(shared).unwrap_or(0).saturating_sub(STATIC_SHARED);
         let functions = HashMap::new();
-        let mut kernels = Self { device: device.clone(), activations, functions };
+        let mut kernels =
+            Self { device: device.clone(), activations, functions, compiling: RefCell::default() };
         compile::fill_cache(
             &device.arch,
             files.iter().map(|file| (file.source, kernels.options(file.macros))),
@@ -162,6 +174,17 @@ impl Kernels {
 
     pub(crate) fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Starts to compile these sources on all cores, if the cache lacks them. A [`load`](Self::load) of one that is
+    /// being compiled waits for it.
+    pub(crate) fn compile_in_background(&self, sources: impl Iterator<Item = (Source, Vec<Macro>)>) {
+        let sources: Vec<_> = sources.map(|(source, macros)| (source, self.options(&macros))).collect();
+        let arch = self.device.arch.clone();
+        let compile = move || compile::fill_cache(&arch, sources.into_iter());
+        // If the thread cannot be started, each source is compiled on first use.
+        let thread = std::thread::Builder::new().name("compile".into()).spawn(compile);
+        *self.compiling.borrow_mut() = thread.ok();
     }
 
     /// Loads the kernels of a source, which is compiled or taken from the cache.

@@ -70,7 +70,10 @@ pub use softcap::SoftCap;
 
 use std::ops::Deref;
 
+use xlaunch_pool::DType;
+
 use crate::cpu::Threads;
+use crate::cuda::hopper::HopperKernel;
 use crate::cuda::{Gpu, KernelFile};
 use crate::error::Result;
 
@@ -127,6 +130,35 @@ impl Cuda {
             gpu,
         }
     }
+
+    /// Opens cuDNN, and compiles the kernels that are compiled on first use, in the background.
+    pub(crate) fn prepare(&self, operations: &Operations) {
+        let Operations { attention, activation, gated, experts, muon } = *operations;
+        self.attention.prepare(self, attention);
+        let compilation = if gated { glu::cuda::compilation } else { activation::cuda::compilation };
+        let (source, macros, _) = compilation(activation);
+        let has_hopper = self.activations == DType::Bf16 && self.hopper.supports(&[], &[], &[]);
+        let hopper: [&[HopperKernel]; 4] = [
+            if gated { &glu::hopper::KERNELS[activation as usize] } else { &[] },
+            std::slice::from_ref(&linear::weight_grads::KERNEL),
+            if experts { &experts::grouped::hopper::KERNELS } else { &[] },
+            if muon { &muon::symmetric::KERNELS } else { &[] },
+        ];
+        let hopper = hopper.into_iter().flatten().filter(|_| has_hopper).map(HopperKernel::compilation);
+        let attention = attention::cuda::Attention::sources(self, attention);
+        self.kernels.compile_in_background([(source, macros)].into_iter().chain(attention).chain(hopper));
+    }
+}
+
+/// Operations of a training job that decide which kernels it needs.
+#[derive(Clone, Copy, Debug)]
+pub struct Operations {
+    pub attention: AttentionShape,
+    /// That of the feed-forward layers.
+    pub activation: Activation,
+    pub gated: bool,
+    pub experts: bool,
+    pub muon: bool,
 }
 
 impl Deref for Cuda {

@@ -18,7 +18,8 @@ use super::hopper::{self, QueryGradients};
 use super::variant::{DELTA, Kernel, OwnKernels};
 use super::{AttentionBackward, AttentionForward, AttentionShape};
 use crate::cuda::cudnn::sequence_problem;
-use crate::cuda::{Arg, Gpu, Launch, args, expect};
+use crate::cuda::hopper::HopperKernel;
+use crate::cuda::{Arg, Gpu, Launch, Macro, Source, args, expect};
 use crate::error::{EngineError, Result};
 use crate::ops::Documents;
 use crate::ops::rope::{self, Rotation};
@@ -81,6 +82,21 @@ impl Attention {
         // If the thread cannot be started, the first use does the work.
         let thread = std::thread::Builder::new().name("cudnn".into()).spawn(prepare);
         *self.preparing.borrow_mut() = thread.ok();
+    }
+
+    /// Returns the sources of our own kernels that compute this shape where cuDNN is installed, with their macros.
+    pub(crate) fn sources(gpu: &Gpu, s: AttentionShape) -> Vec<(Source, Vec<Macro>)> {
+        let s = plain(s);
+        let (own, is_used) = (own_kernels(gpu, s), not_cudnn(gpu, s).is_some());
+        let is_faster = |direction| hopper::is_faster_than_cudnn(s, direction);
+        match hopper::select(gpu, s) {
+            _ if own.keeps_whole_head(s) => vec![own.source()],
+            Some(kernels) if is_used || is_faster(Direction::Forward) || is_faster(Direction::Backward) => {
+                kernels.all().map(HopperKernel::compilation).collect()
+            }
+            None if is_used => vec![own.source()],
+            _ => Vec::new(),
+        }
     }
 
     pub(crate) fn forward(&self, gpu: &Gpu, a: AttentionForward<'_>) -> Result<()> {
