@@ -333,6 +333,16 @@ pub fn suspend(pid: u32) {
     });
 }
 
+/// Returns a command that runs this one from a shell, after some statements.
+pub fn in_shell(statements: &str, command: &Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &format!("{statements} && exec \"$@\""), "sh"]);
+    shell.arg(command.get_program()).args(command.get_args());
+    shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    command.get_current_dir().map(|dir| shell.current_dir(dir));
+    shell
+}
+
 /// Returns whether a process exists and is not a zombie.
 pub fn is_alive(pid: u32) -> bool {
     let exists = to_pid(pid).is_some_and(|pid| test_kill_process(pid).is_ok());

@@ -113,7 +113,7 @@ pub struct SpawnFailure {
     pub errno: i32,
     /// The limit that has caused it, if it is known.
     pub limit: Option<Reached>,
-    /// First line of the program; `None` if there is no such file.
+    /// First line of the program; `None` if the file cannot be read.
     pub first_line: Option<String>,
 }
 

@@ -66,7 +66,7 @@ pub(super) fn print_end(summary: &str, report: &str) {
     let lost = write(summary.as_bytes()).err().filter(|error| error.kind() != ErrorKind::BrokenPipe);
     let lost = lost.map(|error| format!("xlaunch: the summary was not written to stdout: {error}\n"));
     let text = lost.unwrap_or_default() + report;
-    // There is no other place for it.
+    // An error of stderr cannot be reported.
     let _ = write_all(io::stderr().lock(), text.as_bytes());
 }
 

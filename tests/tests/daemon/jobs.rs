@@ -5,7 +5,9 @@ use std::process::Command;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Node, Process, is_alive, read_state, send_signal, spawn_daemon, wait_for, xlaunch_path};
+use xlaunch_tests::{
+    Node, Process, in_shell, is_alive, read_state, send_signal, spawn_daemon, wait_for, xlaunch_path,
+};
 
 xlaunch_harness::tests! {
     job_runs_in_directory_and_environment_of_its_submission,
@@ -29,15 +31,10 @@ xlaunch_harness::tests! {
 fn job_runs_in_directory_and_environment_of_its_submission() {
     let node = Node::new("");
     // A failure stops the other rank, so each rank waits for the other's output.
-    let script = "echo hello $RANK $GREETING; echo oops >&2; pwd > where; umask > mask; \
-                  touch said$RANK; \
+    let script = "echo hello $RANK $GREETING; echo oops >&2; pwd > where; umask > mask; touch said$RANK; \
                   while ! [ -e said0 -a -e said1 ]; do sleep 0.02; done; exit 3";
     let mut submit = node.client(&["submit", "--name", "greet", "--nproc", "2", "--", "sh", "-c", script]);
-    submit.env("GREETING", "world");
-    let mut shell = Command::new("sh");
-    shell.args(["-c", "umask 027; exec \"$0\" \"$@\""]).arg(submit.get_program()).args(submit.get_args());
-    shell.envs(submit.get_envs().filter_map(|(name, value)| Some((name, value?)))).current_dir(node.path());
-    let run = Process::spawn(&mut shell).wait();
+    let run = Process::spawn(&mut in_shell("umask 027", submit.env("GREETING", "world"))).wait();
     assert_eq!(run.stdout, "job 1\n", "{}", run.stderr);
     let job = node.wait(1, "failed");
     let found = (&job["name"], &job["exit_code"], &job["workers"]);

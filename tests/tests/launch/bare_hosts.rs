@@ -53,10 +53,16 @@ fn assert_refused(run: &Output, words: &str) {
     assert!(!stderr.contains("panicked") && !stderr.contains("internal error in thread"), "{stderr}");
 }
 
-fn process_limit_is_named_without_a_panic() {
+/// Returns a launch as another user, whose id is among the first arguments.
+fn launch_of_any_user() -> Launch {
     let launch = Launch::with_program("setpriv");
     std::fs::set_permissions(launch.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     std::fs::set_permissions(launch.runtime_dir(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    launch
+}
+
+fn process_limit_is_named_without_a_panic() {
+    let launch = launch_of_any_user();
     let uid = (UNUSED_UIDS + std::process::id() % 4000).to_string();
     let run = |limit: u32, words: &[&str]| {
         let limit = format!("--nproc={limit}");
@@ -73,9 +79,7 @@ fn process_limit_is_named_without_a_panic() {
 }
 
 fn worker_of_another_user_that_cannot_be_killed_is_named_and_left() {
-    let launch = Launch::with_program("setpriv");
-    std::fs::set_permissions(launch.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
-    std::fs::set_permissions(launch.runtime_dir(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let launch = launch_of_any_user();
     let become_root = launch.path().join("become_root");
     let path = std::env::var_os("PATH").unwrap();
     let programs = std::env::split_paths(&path).map(|dir| dir.join("setpriv"));

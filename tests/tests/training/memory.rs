@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
 
 use rustix::process::Signal;
 use xlaunch_tests::{
-    Job, LimitedCgroup, Output, Process, children, read_state, requirements, send_signal, suspend, wait_for,
+    Job, LimitedCgroup, Output, Process, children, in_shell, read_state, requirements, send_signal, suspend,
+    wait_for,
 };
 
 xlaunch_harness::tests! {
@@ -260,12 +260,8 @@ const LARGE: [&str; 8] = [
 fn run_limited(job: &Job, name: &str, limit_bytes: u64, args: &[&str]) -> Output {
     let cgroup = LimitedCgroup::with_memory(&format!("xlaunch-test-{name}"), limit_bytes).unwrap();
     let command = job.command(&[&["train.toml"], args].concat());
-    let mut shell = Command::new("sh");
-    let enter = format!("echo $$ > {} && exec \"$@\"", cgroup.procs_file().display());
-    shell.args(["-c", &enter, "sh"]).arg(command.get_program()).args(command.get_args());
-    shell.current_dir(job.path());
-    shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    Process::spawn(&mut shell).wait()
+    let enter = format!("echo $$ > {}", cgroup.procs_file().display());
+    Process::spawn(&mut in_shell(&enter, &command)).wait()
 }
 
 /// Returns the bytes that each rank needs according to `--dry-run`, plus the other memory of a process.

@@ -330,8 +330,8 @@ impl Driver<'_> {
     /// Reports killed workers that do not exit. xlaunch waits for those that hang in the kernel, as they keep their GPU
     /// until they exit, but not for those that it may not signal.
     pub(super) fn report_survivors(&mut self, now: Instant) {
-        let running = |rank: u32| self.attempt.ends[rank as usize].exit.is_none();
-        if self.attempt.overdue.is_none_or(|due| now < due) || !(0..self.workers).any(running) {
+        let runs = |rank: u32| self.attempt.ends.get(rank as usize).is_some_and(|end| end.exit.is_none());
+        if self.attempt.overdue.is_none_or(|due| now < due) || !(0..self.workers).any(runs) {
             return;
         }
         self.attempt.overdue = Some(now + SURVIVOR_REPORT_INTERVAL);
@@ -342,7 +342,7 @@ impl Driver<'_> {
         for (process, started) in (0..).zip(&self.attempt.workers) {
             let Some(pid) = started.as_ref().map(|started| started.worker.pid) else { continue };
             if survivors.iter().any(|survivor| survivor.pid == pid && survivor.is_forbidden) {
-                for rank in self.ranks_of(process).filter(|rank| running(*rank)) {
+                for rank in self.ranks_of(process).filter(|rank| runs(*rank)) {
                     // The receiver is this driver.
                     let _ = self.exits.send(WorkerExit { pid, rank, exit: Exit::Unknown });
                 }

@@ -154,7 +154,7 @@ impl Cuda {
 #[derive(Clone, Copy, Debug)]
 pub struct Operations {
     pub attention: AttentionShape,
-    /// That of the feed-forward layers.
+    /// The function of the feed-forward layers.
     pub activation: Activation,
     pub gated: bool,
     pub experts: bool,
