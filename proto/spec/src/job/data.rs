@@ -13,14 +13,15 @@ use super::one_or_more;
 #[serde(default, deny_unknown_fields)]
 pub struct DataSection {
     /// Training data: a directory written by `xlaunch data prepare`, or files as paths or globs (`**` spans
-    /// directories). Relative to the configuration file. A prepared directory includes its tokenizer and validation
-    /// data. Globs skip hidden directories, directories with a CACHEDIR.TAG, Python virtual environments and
-    /// `job.output`, and follow links to directories where a part other than `**` matches them. Several prepared
-    /// directories are mixed in the ratio of their weights: a list of tables with `path` and `weight`.
+    /// directories). Relative paths start at the directory of the configuration file, or at the working directory if
+    /// they come from `--set` or a variable. A prepared directory includes its tokenizer and validation data. Globs
+    /// skip hidden directories, directories with a CACHEDIR.TAG, Python virtual environments and `job.output`, and
+    /// follow links to directories where a part other than `**` matches them. Several prepared directories are mixed in
+    /// the ratio of their weights: a list of tables with `path` and `weight`.
     #[serde(deserialize_with = "one_or_more::deserialize")]
     #[cfg_attr(feature = "schema", schemars(with = "data_source::Forms"))]
     pub train: Vec<DataSource>,
-    /// Evaluation data, in the same forms as `train`; of a prepared directory, the validation data is used. Default:
+    /// Evaluation data, in the same forms as `train`; for a prepared directory, its validation split is used. Default:
     /// the validation data of the prepared directories `train`, with the same weights; with files, the last
     /// `val_fraction` of the training tokens is held out.
     #[serde(deserialize_with = "one_or_more::deserialize")]
