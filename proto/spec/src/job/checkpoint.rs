@@ -35,7 +35,8 @@ pub struct CheckpointSection {
     /// "off", "auto" (the newest complete checkpoint in `dir` or, without `dir`, of the job's earlier runs; a fresh
     /// start if there is none), or the path of a checkpoint, of a directory of checkpoints or of a run's directory.
     pub resume: String,
-    /// Resume although the data, the batch, the seed or the order of the data have changed; `--resume-changed`.
+    /// Resume even if the data, the seed, the order of the data, the treatment of documents, the optimizer or, other
+    /// than by the number of ranks, the global batch has changed; `--resume-changed`.
     pub resume_changed: bool,
     /// Start afresh in a `dir` that contains checkpoints, which are renamed to `step-<N>.abandoned`; `--overwrite`.
     pub overwrite: bool,
