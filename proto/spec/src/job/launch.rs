@@ -22,7 +22,7 @@ pub struct LaunchSection {
     /// evaluation or the checkpoint makes progress.
     pub shutdown_timeout: f64,
     /// Maximum total seconds that workers get to stop, whatever progress they make. Keep it below the time that your
-    /// scheduler allows between SIGTERM and SIGKILL.
+    /// scheduler allows between SIGTERM and SIGKILL. The daemon limits it to `jobs.max_grace`.
     pub shutdown_timeout_max: f64,
     /// Seconds within which all ranks must join the rendezvous, and again to open the communicator (NCCL) after it.
     /// Increase it if opening data or reading a checkpoint takes longer.
