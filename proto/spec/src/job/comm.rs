@@ -25,9 +25,9 @@ pub struct CommSection {
     /// Element type in which gradients are all-reduced. Gradients of micro-steps are added in fp32.
     pub dtype: WireDtype,
     /// Number of consecutive ranks of a node that divide the experts of a model among themselves (expert parallelism):
-    /// each has a part of the experts, with their gradients and optimizer state, and computes it for the tokens of all.
-    /// Divides the number of ranks of every node and `model.experts`. 1: every rank has all experts. With more, no text
-    /// is sampled, and snapshots are not kept in memory.
+    /// each rank holds some of the experts, with their gradients and optimizer state, and applies them to the tokens of
+    /// the whole group. Divides the number of ranks of every node and `model.experts`. 1: every rank has all experts.
+    /// With more, no text is sampled, and snapshots are not kept in memory.
     pub experts: usize,
     /// All-reduce buckets while backward is still running, and all-gather sharded parameters while forward is running.
     /// Turn it off only to measure its effect.

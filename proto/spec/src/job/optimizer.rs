@@ -14,8 +14,8 @@ pub enum Optimizer {
     /// AdamW.
     #[default]
     AdamW,
-    /// Muon: momentum that is made orthogonal, matrix by matrix. Queries, keys and values are separate matrices, as are
-    /// gate and up. See `[muon]`.
+    /// Muon: orthogonalised momentum, matrix by matrix. Queries, keys and values are separate matrices, as are gate and
+    /// up. See `[muon]`.
     Muon,
 }
 
@@ -44,12 +44,12 @@ pub struct MuonSection {
     pub cautious: bool,
     /// Factor of the learning rate by the shape of a matrix.
     pub adjust_lr: AdjustLr,
-    /// NorMuon: divide each row of the orthogonal update by the root of the moving average of its mean square, then
+    /// NorMuon: divide each row of the orthogonalised update by the root of the moving average of its mean square, then
     /// restore the norm of the update.
     pub normuon: bool,
-    /// Decay rate of that average.
+    /// Decay rate of NorMuon's moving average.
     pub beta2: f64,
-    /// Ranks that make a matrix orthogonal. Results do not depend on it.
+    /// Ranks that orthogonalise a matrix. Results do not depend on it.
     pub owners: Owners,
 }
 
@@ -81,7 +81,7 @@ pub enum AdjustLr {
     MatchRmsAdamw,
 }
 
-/// Ranks that make a matrix orthogonal.
+/// Ranks that orthogonalise a matrix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -109,9 +109,9 @@ impl MuonSection {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct LrScaleSection {
-    /// Tables of tokens and positions. With a tied head, that of tokens is also the head.
+    /// Token and position embeddings. With a tied head, the token embedding is also the head.
     pub embeddings: f64,
-    /// The head of a model whose head is not tied.
+    /// The output head, if it is not tied.
     pub head: f64,
     /// Scales and shifts of norms, and biases.
     pub vectors: f64,

@@ -27,10 +27,10 @@ pub struct TrainSection {
     /// Number of tokens whose logits are in memory at a time; the gradients of the loss are computed along with it. 0
     /// means the whole micro-step. Saves memory if the vocabulary is large.
     pub classifier_chunk: usize,
-    /// Factor of the load-balancing loss of a model with experts, which is added to the loss: in each layer, the number
-    /// of experts times the sum over experts of their share of the choices times their mean score. 1 is a balanced
-    /// load. The shares are those of a micro-step of all ranks. 0 turns it off. Has no effect with `lora.rank`, which
-    /// freezes routers, nor have the next two.
+    /// Factor of the load-balancing loss of a model with experts, which is added to the loss: in each layer, `E *
+    /// sum_e(share_e * mean_score_e)`, with E experts and their shares of the choices. 1 is a balanced load. The shares
+    /// are those of a micro-step of all ranks. 0 turns it off. This key and the next two have no effect with
+    /// `lora.rank`, which freezes routers.
     pub router_aux_loss_coef: f64,
     /// Factor of the z loss of a model with experts, which is added to the loss: in each layer, the mean square of the
     /// logarithm of the sum of the exponentials of the router's logits. It keeps them small. 0 turns it off.

@@ -67,7 +67,8 @@ pub struct ModelSection {
     pub activation: Option<Activation>,
     /// The activation function is applied to a gate, which is multiplied by a second projection.
     pub gated: Option<bool>,
-    /// Bound of the gate, and of the magnitude of the second projection, before the activation function; 0: none.
+    /// Clamp the gate to at most this value, and the second projection to plus or minus it, before the activation
+    /// function. 0 turns it off.
     pub glu_limit: Option<f64>,
     /// Number that is added to the second projection before it is multiplied by the gate.
     pub glu_offset: Option<f64>,
@@ -82,22 +83,21 @@ pub struct ModelSection {
     pub rope_scaling: Option<RopeScaling>,
     /// Part of each head that is rotated, above 0 and at most 1. It is rounded down to an even number of elements.
     pub rope_fraction: Option<f64>,
-    /// Every block whose number, counted from 1, is a multiple of this has no rotation; 0: all blocks have.
+    /// Skip the rotation in every Nth block, counted from 1. 0 never skips it.
     pub no_rope_every: Option<usize>,
     /// Number of positions that a token attends to, including its own; 0: all.
     pub window: Option<usize>,
-    /// Every block whose number, counted from 1, is a multiple of this attends to all positions despite `window`; 0:
-    /// no block does.
+    /// Every Nth block, counted from 1, attends to all positions despite `window`. 0: none.
     pub window_pattern: Option<usize>,
-    /// Base of the rotary wavelengths in blocks with a window, where `rope_scaling` does not apply then; 0: as in the
-    /// other blocks.
+    /// Base of the rotary wavelengths in blocks with a window. If set, `rope_scaling` does not apply to them. 0: the
+    /// same as in the other blocks.
     pub windowed_rope_theta: Option<f64>,
-    /// Each head has a learned score that takes part in the softmax over keys, but has no value: what it receives, keys
-    /// do not.
+    /// Each head has a learned score that takes part in the softmax over keys. It has no value vector, so its share of
+    /// the softmax is dropped.
     pub attention_sinks: Option<bool>,
-    /// Attention scores s become c tanh(s / c) with this c; 0: they stay.
+    /// Soft cap c of attention scores: a score s becomes c tanh(s / c). 0 turns it off.
     pub attention_softcap: Option<f64>,
-    /// Logits l become c tanh(l / c) with this c; 0: they stay.
+    /// Soft cap c of the logits: a logit l becomes c tanh(l / c). 0 turns it off.
     pub logit_softcap: Option<f64>,
     /// Factor of attention scores; 0: 1 / sqrt(D).
     pub query_scale: Option<f64>,
