@@ -3,12 +3,15 @@
 //!
 //! A file's name contains a hash of everything that its content depends on, so a file is never stale. It is written
 //! under a temporary name and then renamed, so a reader sees all of it or nothing. With a lock file, one of several
-//! ranks computes the result while the others wait for it. An unusable cache only costs time.
+//! ranks computes the result while the others wait for it. What cannot be written, because the home directory is
+//! read-only or the disk is full, is kept in memory, so that threads of a process still compute for each other.
 
+use std::collections::HashMap;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use rustix::fs::OFlags;
 
@@ -26,29 +29,49 @@ pub fn dir() -> Option<PathBuf> {
         .filter(|dir| std::fs::create_dir_all(dir).is_ok())
 }
 
+/// Contents of files that could not be written, by name. The entry of a file is locked while its content is computed.
+type Unwritten = HashMap<String, Arc<Mutex<Option<Vec<u8>>>>>;
+
+static UNWRITTEN: LazyLock<Mutex<Unwritten>> = LazyLock::new(Mutex::default);
+
 /// Returns the result of `load` for the file `name`. `compute` creates the file if it is missing or `load` rejects it.
 pub(crate) fn cached<T>(
     name: &str,
     load: impl Fn(Vec<u8>) -> Result<T>,
     compute: impl FnOnce() -> Result<Vec<u8>>,
 ) -> Result<T> {
-    let Some(dir) = dir() else {
-        return load(compute()?);
-    };
-    let path = dir.join(name);
-    if let Ok(value) = read(&path, &load) {
+    cached_in(dir().as_deref(), name, load, compute)
+}
+
+fn cached_in<T>(
+    dir: Option<&Path>,
+    name: &str,
+    load: impl Fn(Vec<u8>) -> Result<T>,
+    compute: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<T> {
+    let path = dir.map(|dir| dir.join(name));
+    let read = || path.as_deref().map_or(Err(()), |path| read(path, &load));
+    if let Ok(value) = read() {
         return Ok(value);
     }
+    let entry =
+        UNWRITTEN.lock().unwrap_or_else(PoisonError::into_inner).entry(name.into()).or_default().clone();
+    let mut unwritten = entry.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(bytes) = &*unwritten {
+        return load(bytes.clone());
+    }
     // The lock is released with the last handle of the file, even if this process is killed.
-    let lock = options().open(path.with_extension("lock")).and_then(|file| file.lock().map(|()| file));
-    if lock.is_ok()
-        && let Ok(value) = read(&path, &load)
+    let lock = path.as_deref().map(|path| options().open(path.with_extension("lock")));
+    let lock = lock.and_then(|file| file.and_then(|file| file.lock().map(|()| file)).ok());
+    if lock.is_some()
+        && let Ok(value) = read()
     {
         return Ok(value);
     }
     let bytes = compute()?;
-    // On a full or read-only disk, the next process computes the result again.
-    let _ = write(&path, &bytes);
+    if !path.is_some_and(|path| write(&path, &bytes).is_ok()) {
+        *unwritten = Some(bytes.clone());
+    }
     load(bytes)
 }
 
@@ -75,7 +98,29 @@ fn options() -> OpenOptions {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
+
+    #[test]
+    fn what_cannot_be_written_is_computed_once_in_a_process() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        // No file can be created below a file.
+        for (dir, name) in [(None, "none.bin"), (Some(file.path()), "read-only.bin")] {
+            let computed = AtomicUsize::new(0);
+            let compute = || {
+                computed.fetch_add(1, Ordering::Relaxed);
+                Ok(b"result".to_vec())
+            };
+            let get = || cached_in(dir, name, Ok, compute).unwrap();
+            std::thread::scope(|scope| {
+                for thread in [0; 4].map(|_| scope.spawn(get)) {
+                    assert_eq!(thread.join().unwrap(), b"result");
+                }
+            });
+            assert_eq!(computed.into_inner(), 1, "{name}");
+        }
+    }
 
     #[test]
     fn links_in_place_of_temporary_files_are_not_followed() {

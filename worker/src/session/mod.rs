@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use xlaunch_comm::{Collective, Sharding};
-use xlaunch_engine::{DType, Operations};
+use xlaunch_engine::{DType, Operations, Prepared};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
@@ -21,8 +21,8 @@ use xlaunch_proto::v1::{
 };
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::flops;
-use xlaunch_spec::job::{DocumentMode, JobSpec, Optimizer, SpecError};
-use xlaunch_spec::model::ModelShape;
+use xlaunch_spec::job::{DocumentMode, JobSpec, Optimizer, Precision, SpecError};
+use xlaunch_spec::model::{ModelShape, QkNorm};
 
 use crate::bench::{self, SkipAllReduce};
 use crate::checkpoint::Memory;
@@ -97,13 +97,12 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     // For large models, reading weights takes a second or more, like opening the device and the communicator: do both
     // at once.
     let reading = start_reading(context, &shape, memory.clone(), moments)?;
-    let device = OpenDevice::new(environment, spec)?;
+    let device = OpenDevice::new(environment, spec, Prepared::Training(operations(spec, &shape)))?;
     if let Some(marks) = device.backend.open_marks()? {
         phase::show_marks(marks);
     }
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
-    device.backend.prepare(&operations(spec, &shape));
     let agreement = agreement(spec, &layout, activations, &division, &fingerprint);
     let connector = join::join(context, &agreement, &device)?;
     let (collective, filled) = connect_and_fill(context, connector, || {
@@ -293,7 +292,7 @@ fn end(
 /// Runs a benchmark other than training. Its workers join and report like the ranks of a training job.
 fn measure(context: &Context<'_>, kind: &Kind) -> Result<ExitCode> {
     let Context { environment, control, spec, .. } = *context;
-    let device = OpenDevice::new(environment, spec)?;
+    let device = OpenDevice::new(environment, spec, Prepared::Nothing)?;
     let mut collective = join::join(context, format!("{kind:?}").as_bytes(), &device)?.connect()?;
     phase::enter(Phase::Unspecified);
     control.open_session(context.hello(), collective.abort_handle());
@@ -307,7 +306,7 @@ fn measure(context: &Context<'_>, kind: &Kind) -> Result<ExitCode> {
             let open = |precision| {
                 let mut spec = spec.clone();
                 spec.engine.precision = Some(precision);
-                OpenDevice::new(environment, &spec).map(|device| device.backend)
+                OpenDevice::new(environment, &spec, Prepared::Nothing).map(|device| device.backend)
             };
             control.report(Report::Calibration(bench::device(bench, open)?));
         }
@@ -375,8 +374,11 @@ fn operations(spec: &JobSpec, shape: &ModelShape) -> Operations {
         attention,
         activation: activation_function(shape),
         gated: shape.gated,
+        qk_norm: shape.qk_norm != QkNorm::None,
+        sinks: shape.attention_sinks,
         experts: shape.experts > 0,
         muon: spec.train.optimizer == Optimizer::Muon,
+        fp8: spec.engine.precision == Some(Precision::Fp8),
     }
 }
 

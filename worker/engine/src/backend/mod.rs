@@ -12,7 +12,7 @@ use crate::cuda::{Gpu, graph};
 use crate::error::{EngineError, Result};
 use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
-use crate::ops::{Cuda, KERNEL_FILES, Marks, MuonPiece, MuonPieces, Op, Operations};
+use crate::ops::{Cuda, KERNEL_FILES, Marks, MuonPiece, MuonPieces, Op};
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
 use crate::tensor::{Slice, Tensor};
@@ -50,14 +50,17 @@ impl Backend {
         Self { device: Device::Cpu(threads), pool: Pool::host(pool), activations: DType::F32, info }
     }
 
-    /// Opens GPU `ordinal` of this process and compiles or loads its kernels.
+    /// Opens GPU `ordinal` of this process. Its kernels are loaded on first use.
     ///
     /// # Errors
-    /// If a library or the device is missing, a kernel does not compile, or there is not enough memory.
+    /// If a library or the device is missing, or there is not enough memory.
     pub fn cuda(ordinal: usize, options: CudaOptions) -> Result<Self> {
+        let prepared = options.prepared;
         let gpu = Gpu::open(ordinal, options, &KERNEL_FILES)?;
         let (pool, activations, info) = (gpu.pool.clone(), gpu.activations, gpu.device.info.clone());
-        Ok(Self { device: Device::Cuda(Box::new(Cuda::new(gpu))), pool, activations, info })
+        let gpu = Cuda::new(gpu);
+        gpu.prepare(prepared);
+        Ok(Self { device: Device::Cuda(Box::new(gpu)), pool, activations, info })
     }
 
     /// Opens a device without memory: operations do nothing, and the pool hands out addresses with no memory behind
@@ -151,13 +154,6 @@ impl Backend {
         };
         let captured = graph::end(&self.gpu().ok_or_else(none)?.device)?;
         Ok(Capture::new(move || graph::launch(&captured)))
-    }
-
-    /// Starts preparations that the first step would otherwise wait for, and returns at once.
-    pub fn prepare(&self, operations: &Operations) {
-        if let Some(gpu) = self.gpu() {
-            gpu.prepare(operations);
-        }
     }
 
     /// Starts to count marks. Returns `None` on devices without marks, which ignore them.

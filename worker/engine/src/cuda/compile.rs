@@ -3,13 +3,15 @@
 
 use std::ffi::{CString, c_int};
 use std::num::NonZero;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::JoinHandle;
 
 use cudarc::nvrtc::{result, sys};
 use xlaunch_pool::DType;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::cache::{self, cached};
+use crate::cache::cached;
 use crate::error::{EngineError, Result};
 
 /// Threads of a block, for kernels without a block shape of their own.
@@ -112,24 +114,55 @@ pub(crate) fn cubin<T>(
     cached(&name, load, || compile(source, arch, options))
 }
 
-/// Compiles the sources that the cache lacks, with their options, on all cores: sequentially they would take seconds on
-/// a new host. Errors are reported when a source is loaded.
-pub(crate) fn fill_cache(arch: &str, sources: impl Iterator<Item = (Source, Vec<String>)>) {
-    if cache::dir().is_none() {
-        return;
+/// A compilation of several sources on all cores: sequentially they would take many seconds on a new host. Dropping it
+/// waits for those that have begun, because a process must not exit while a thread is inside the compiler.
+#[derive(Debug)]
+pub(crate) struct InBackground {
+    work: Arc<Work>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Work {
+    arch: String,
+    /// Sources with their options.
+    sources: Vec<(Source, Vec<String>)>,
+    /// Index of the source that is compiled next.
+    next: AtomicUsize,
+}
+
+impl InBackground {
+    /// Starts to compile the sources that the cache lacks, with their options, in this order. Errors are reported when
+    /// a source is loaded.
+    pub(crate) fn new(arch: String, sources: Vec<(Source, Vec<String>)>) -> Self {
+        let count = std::thread::available_parallelism().map_or(1, NonZero::get).min(sources.len());
+        let work = Arc::new(Work { arch, sources, next: AtomicUsize::new(0) });
+        let start = |_| {
+            let work = work.clone();
+            // If no thread can be started, each source is compiled on first use.
+            std::thread::Builder::new().name("compile".into()).spawn(move || work.compile()).ok()
+        };
+        let threads = (0..count).filter_map(start).collect();
+        Self { work, threads }
     }
-    let (sources, next): (Vec<_>, _) = (sources.collect(), AtomicUsize::new(0));
-    let compile = || {
-        while let Some((source, options)) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let _ = cubin(*source, arch, options, |_| Ok(()));
+}
+
+impl Work {
+    fn compile(&self) {
+        while let Some((source, options)) = self.sources.get(self.next.fetch_add(1, Ordering::Relaxed)) {
+            let _ = cubin(*source, &self.arch, options, |_| Ok(()));
         }
-    };
-    let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(sources.len());
-    std::thread::scope(|scope| {
-        // If no thread can be started, this one compiles everything.
-        (1..threads).for_each(|_| drop(std::thread::Builder::new().spawn_scoped(scope, compile)));
-        compile();
-    });
+    }
+}
+
+impl Drop for InBackground {
+    fn drop(&mut self) {
+        self.work.next.store(self.work.sources.len(), Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            // If the thread panicked, the panic was printed already.
+            let _ = thread.join();
+        }
+    }
 }
 
 fn file_name(source: Source, options: &[String], version: (c_int, c_int)) -> String {

@@ -1,9 +1,8 @@
 //! The kernels of one device, loaded by file and launched by name.
 
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::thread::JoinHandle;
 
 use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as MAX_SHARED;
@@ -15,7 +14,7 @@ use cudarc::driver::sys::{
 use cudarc::nvrtc::Ptx;
 use xlaunch_pool::DType;
 
-use super::compile::{self, BLOCK_THREADS, Macro, Source};
+use super::compile::{self, BLOCK_THREADS, InBackground, Macro, Source};
 use super::device::Device;
 use crate::error::driver_error;
 use crate::error::{EngineError, Result};
@@ -27,7 +26,7 @@ pub(crate) const VEC: usize = 8;
 /// Shared memory of a block that is reserved for static allocations, in bytes.
 pub(crate) const STATIC_SHARED: usize = 1024;
 
-/// A kernel file that is compiled when a GPU is opened.
+/// A kernel file whose macros are the same for every job.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KernelFile {
     pub(crate) source: Source,
@@ -131,60 +130,42 @@ impl Launch {
 const MAX_GRID_X: usize = i32::MAX as usize;
 const MAX_GRID_YZ: usize = 65_535;
 
-/// The kernels of one device that are compiled when it is opened.
+/// The kernels of one device. A file is loaded when the first of its kernels is launched.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     device: Device,
     activations: DType,
-    functions: HashMap<&'static str, CudaFunction>,
-    compiling: RefCell<Option<JoinHandle<()>>>,
-}
-
-impl Drop for Kernels {
-    /// The process must not exit while a thread is inside the compiler.
-    fn drop(&mut self) {
-        // If the thread panicked, the panic was printed already.
-        let _ = self.compiling.take().map(JoinHandle::join);
-    }
+    files: &'static [&'static KernelFile],
+    /// Maximum dynamic shared memory of a block, in bytes.
+    max_dynamic_shared: usize,
+    /// Kernels of `files` that are loaded.
+    functions: RefCell<HashMap<&'static str, CudaFunction>>,
+    compiling: OnceCell<InBackground>,
 }
 
 impl Kernels {
-    pub(crate) fn new(device: &Device, activations: DType, files: &[&KernelFile]) -> Result<Self> {
+    pub(crate) fn new(
+        device: &Device,
+        activations: DType,
+        files: &'static [&'static KernelFile],
+    ) -> Result<Self> {
         let attribute = device.context.attribute(MAX_SHARED);
         let shared =
             attribute.map_err(|error| driver_error("failed to query the size of shared memory", error))?;
         let max_dynamic_shared = usize::try_from(shared).unwrap_or(0).saturating_sub(STATIC_SHARED);
-        let functions = HashMap::new();
-        let mut kernels =
-            Self { device: device.clone(), activations, functions, compiling: RefCell::default() };
-        compile::fill_cache(
-            &device.arch,
-            files.iter().map(|file| (file.source, kernels.options(file.macros))),
-        );
-        for file in files {
-            let loaded = kernels.load(file.source, file.macros, file.kernels)?;
-            for name in file.dynamic_shared {
-                let function = loaded.get(name).ok_or_else(|| EngineError::no_kernel(name))?;
-                kernels.allow_dynamic_shared(name, function, max_dynamic_shared)?;
-            }
-            kernels.functions.extend(loaded);
-        }
-        Ok(kernels)
+        let (functions, compiling) = Default::default();
+        Ok(Self { device: device.clone(), activations, files, max_dynamic_shared, functions, compiling })
     }
 
     pub(crate) fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Starts to compile these sources on all cores, if the cache lacks them. A [`load`](Self::load) of one that is
-    /// being compiled waits for it.
+    /// Starts to compile these sources in this order on all cores, if the cache lacks them. A [`load`](Self::load) of
+    /// one that is being compiled waits for it.
     pub(crate) fn compile_in_background(&self, sources: impl Iterator<Item = (Source, Vec<Macro>)>) {
-        let sources: Vec<_> = sources.map(|(source, macros)| (source, self.options(&macros))).collect();
-        let arch = self.device.arch.clone();
-        let compile = move || compile::fill_cache(&arch, sources.into_iter());
-        // If the thread cannot be started, each source is compiled on first use.
-        let thread = std::thread::Builder::new().name("compile".into()).spawn(compile);
-        *self.compiling.borrow_mut() = thread.ok();
+        let sources = sources.map(|(source, macros)| (source, self.options(&macros))).collect();
+        self.compiling.get_or_init(|| InBackground::new(self.device.arch.clone(), sources));
     }
 
     /// Loads the kernels of a source, which is compiled or taken from the cache.
@@ -231,9 +212,27 @@ impl Kernels {
     /// The arguments are those that the kernel of this name declares, and every pointer is the address of as many
     /// elements as the kernel accesses, which stay allocated until the stream has passed this point.
     pub(crate) unsafe fn launch(&self, name: &'static str, launch: Launch, args: &[Arg]) -> Result<()> {
-        let function = self.functions.get(name).ok_or_else(|| EngineError::no_kernel(name))?;
+        let loaded = self.functions.borrow().get(name).cloned();
+        let function = match loaded {
+            Some(function) => function,
+            None => self.load_file(name)?,
+        };
         // SAFETY: the caller's promise.
-        unsafe { self.launch_function(name, function, launch, args) }
+        unsafe { self.launch_function(name, &function, launch, args) }
+    }
+
+    /// Loads all kernels of the file that contains this one.
+    fn load_file(&self, name: &str) -> Result<CudaFunction> {
+        let file = self.files.iter().find(|file| file.kernels.contains(&name));
+        let file = file.ok_or_else(|| EngineError::no_kernel(name))?;
+        let loaded = self.load(file.source, file.macros, file.kernels)?;
+        for name in file.dynamic_shared {
+            let function = loaded.get(name).ok_or_else(|| EngineError::no_kernel(name))?;
+            self.allow_dynamic_shared(name, function, self.max_dynamic_shared)?;
+        }
+        let found = loaded.get(name).cloned().ok_or_else(|| EngineError::no_kernel(name))?;
+        self.functions.borrow_mut().extend(loaded);
+        Ok(found)
     }
 
     /// Enqueues a kernel returned by [`load`](Self::load).

@@ -68,9 +68,13 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Opens GPU `ordinal` of this process and compiles or loads these kernels.
-    pub(crate) fn open(ordinal: usize, options: CudaOptions, files: &[&KernelFile]) -> Result<Self> {
-        let CudaOptions { precision, deterministic, pool, log_fallback, warnings } = options;
+    /// Opens GPU `ordinal` of this process with these kernels.
+    pub(crate) fn open(
+        ordinal: usize,
+        options: CudaOptions,
+        files: &'static [&'static KernelFile],
+    ) -> Result<Self> {
+        let CudaOptions { precision, deterministic, pool, log_fallback, warnings, .. } = options;
         let device = Device::open(ordinal)?;
         let pool = Pool::cuda(&device.stream, pool)?;
         let variants = Rc::new(VariantLog::new(log_fallback, warnings));

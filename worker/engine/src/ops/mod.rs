@@ -74,8 +74,9 @@ use xlaunch_pool::DType;
 
 use crate::cpu::Threads;
 use crate::cuda::hopper::HopperKernel;
-use crate::cuda::{Gpu, KernelFile};
+use crate::cuda::{Gpu, KernelFile, Macro, Source};
 use crate::error::Result;
+use crate::options::Prepared;
 
 /// An operation, which is the struct of its arguments. [`Backend::run`](crate::Backend::run) runs it.
 ///
@@ -131,9 +132,21 @@ impl Cuda {
         }
     }
 
-    /// Opens cuDNN, and compiles the kernels that are compiled on first use, in the background.
-    pub(crate) fn prepare(&self, operations: &Operations) {
-        let Operations { attention, activation, gated, experts, muon } = *operations;
+    pub(crate) fn prepare(&self, prepared: Prepared) {
+        let (special, operations) = match prepared {
+            Prepared::Nothing => return,
+            Prepared::Common => (Vec::new(), None),
+            Prepared::Training(operations) => (self.prepare_operations(&operations), Some(operations)),
+        };
+        let is_used = |file: &&&KernelFile| operations.is_none_or(|operations| operations.use_file(file));
+        let common = KERNEL_FILES.iter().filter(is_used).map(|file| (file.source, file.macros.to_vec()));
+        self.kernels.compile_in_background(special.into_iter().chain(common));
+    }
+
+    /// Opens cuDNN in the background, if these operations use it. Returns sources, with their macros, of kernels that
+    /// only they use.
+    fn prepare_operations(&self, operations: &Operations) -> Vec<(Source, Vec<Macro>)> {
+        let Operations { attention, activation, gated, experts, muon, .. } = *operations;
         self.attention.prepare(self, attention);
         let compilation = if gated { glu::cuda::compilation } else { activation::cuda::compilation };
         let (source, macros, _) = compilation(activation);
@@ -146,7 +159,7 @@ impl Cuda {
         ];
         let hopper = hopper.into_iter().flatten().filter(|_| has_hopper).map(HopperKernel::compilation);
         let attention = attention::cuda::Attention::sources(self, attention);
-        self.kernels.compile_in_background([(source, macros)].into_iter().chain(attention).chain(hopper));
+        attention.into_iter().chain(hopper).chain([(source, macros)]).collect()
     }
 }
 
@@ -157,8 +170,29 @@ pub struct Operations {
     /// The function of the feed-forward layers.
     pub activation: Activation,
     pub gated: bool,
+    /// Norms of queries and keys.
+    pub qk_norm: bool,
+    /// Attention sinks.
+    pub sinks: bool,
     pub experts: bool,
     pub muon: bool,
+    pub fp8: bool,
+}
+
+impl Operations {
+    /// Returns whether the job needs kernels of this file. If the answer is wrong, they are compiled on first use.
+    fn use_file(&self, file: &KernelFile) -> bool {
+        match file.source.file.split('/').next() {
+            Some("attention") => self.sinks,
+            Some("experts") => self.experts,
+            Some("fp8") => self.fp8,
+            // Of generation.
+            Some("gemv" | "greedy" | "softcap") => false,
+            Some("muon") => self.muon,
+            Some("qk_norm") => self.qk_norm,
+            _ => true,
+        }
+    }
 }
 
 impl Deref for Cuda {
@@ -178,32 +212,32 @@ pub enum Accumulate {
     Add,
 }
 
-/// Kernel files that are compiled when a GPU is opened. Those of attention are compiled on first use, per head width,
-/// and those of activation functions per function.
+/// Kernel files with the same macros for every job, in the order in which they are compiled: those that take longest
+/// first. Files of attention differ by head width, and those of activation functions by function.
 pub(crate) const KERNEL_FILES: [&KernelFile; 24] = [
-    &adamw::KERNELS,
-    &add_scaled::KERNELS,
-    &attention::sinks::KERNELS,
-    &cast::KERNELS,
-    &checksum::KERNELS,
+    &qk_norm::cuda::KERNELS,
     &classifier::KERNELS,
     &embed::cuda::KERNELS,
-    &experts::bias::KERNELS,
+    &norm::cuda::KERNELS,
     &experts::grouped::cuda::KERNELS,
-    &experts::layer_bias::KERNELS,
     &experts::route::KERNELS,
+    &gemv::cuda::KERNELS,
+    &muon::KERNELS,
+    &reduce::cuda::KERNELS,
+    &adamw::KERNELS,
+    &add_scaled::KERNELS,
+    &cast::KERNELS,
+    &rope::KERNELS,
+    &mark::cuda::KERNELS,
+    &checksum::KERNELS,
+    &linear::transposed::KERNELS,
+    &fp8::cuda::KERNELS,
     &experts::rows::KERNELS,
     &experts::sort::KERNELS,
-    &fp8::cuda::KERNELS,
-    &gemv::cuda::KERNELS,
+    &experts::bias::KERNELS,
+    &experts::layer_bias::KERNELS,
+    &attention::sinks::KERNELS,
     &greedy::KERNELS,
-    &linear::transposed::KERNELS,
-    &mark::cuda::KERNELS,
-    &muon::KERNELS,
-    &norm::cuda::KERNELS,
-    &qk_norm::cuda::KERNELS,
-    &reduce::cuda::KERNELS,
-    &rope::KERNELS,
     &softcap::KERNELS,
 ];
 
