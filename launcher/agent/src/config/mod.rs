@@ -1,8 +1,8 @@
 //! Builds a checked [`JobSpec`] from `train.toml`, the environment and flags.
 //!
 //! Layers, each overriding the one before: defaults, the file, `XLAUNCH_<SECTION>_<KEY>`, flags (`--nproc`, `--set`).
-//! Relative data paths are resolved against the directory of the file, all others against the working directory. `~/`
-//! is the user's home directory, because no shell expands it in a file or after `--set KEY=`.
+//! Relative data paths in the file are resolved against its directory, all other paths against the working directory.
+//! `~/` is the user's home directory, because no shell expands it in a file or after `--set KEY=`.
 //!
 //! Every layer accepts a renamed key under its old name for one release, with a warning.
 
@@ -42,7 +42,8 @@ pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> 
     let text = read(path).map_err(|error| ConfigError::unreadable(path, &error))?;
     let Loaded { spec, warnings, sources } = parse(path, &text, overrides)?;
     let here = std::env::current_dir().map_err(|error| ConfigError::unreadable(Path::new("."), &error))?;
-    Ok(Loaded { spec: resolve(spec, path, &here, std::env::home_dir().as_deref()), warnings, sources })
+    let spec = resolve(spec, &sources, &here, std::env::home_dir().as_deref());
+    Ok(Loaded { spec, warnings, sources })
 }
 
 /// Reads the text of a configuration file, which may be a pipe.
@@ -196,7 +197,8 @@ fn value(text: &str) -> Value {
 }
 
 /// Makes paths absolute, and names a job without a name after the file.
-fn resolve(mut spec: JobSpec, path: &Path, here: &Path, home: Option<&Path>) -> JobSpec {
+fn resolve(mut spec: JobSpec, sources: &Sources, here: &Path, home: Option<&Path>) -> JobSpec {
+    let path = &sources.path;
     let config_dir = here.join(path).parent().map_or_else(|| here.to_path_buf(), Path::to_path_buf);
     let absolute = |base: &Path, path: &str| {
         // An address on the network is refused by its name later.
@@ -209,8 +211,10 @@ fn resolve(mut spec: JobSpec, path: &Path, here: &Path, home: Option<&Path>) -> 
         };
         normalize(&path).to_string_lossy().into_owned()
     };
-    for source in spec.data.train.iter_mut().chain(&mut spec.data.val) {
-        source.path = absolute(&config_dir, &source.path);
+    for (key, data) in [("data.train", &mut spec.data.train), ("data.val", &mut spec.data.val)] {
+        let is_overridden = sources.overrides.iter().any(|change| change.key == key);
+        let base = if is_overridden { here } else { &config_dir };
+        data.iter_mut().for_each(|source| source.path = absolute(base, &source.path));
     }
     spec.job.output = absolute(here, &spec.job.output);
     for path in spec.checkpoint.dir.iter_mut().chain(&mut spec.checkpoint.init) {
@@ -444,10 +448,11 @@ mod tests {
     fn paths_become_absolute_and_the_job_is_named_after_the_file() {
         let text = "[data]\ntrain = [\"../**/*.rs\", \"/x/y.txt\"]\n[checkpoint]\ndir = \"ck\"\n";
         let path = Path::new("deploy/tiny.toml");
-        let resolved = |text: &str| {
-            let spec = parse(path, text, &[]).unwrap().spec;
-            resolve(spec, path, Path::new("/home/me"), Some(Path::new("/root")))
+        let resolved_with = |text: &str, overrides: &[Override]| {
+            let Loaded { spec, sources, .. } = parse(path, text, overrides).unwrap();
+            resolve(spec, &sources, Path::new("/home/me"), Some(Path::new("/root")))
         };
+        let resolved = |text: &str| resolved_with(text, &[]);
         let spec = resolved(text);
         assert_eq!(spec.data.train, ["/home/me/**/*.rs".into(), "/x/y.txt".into()]);
         assert_eq!((spec.job.output.as_str(), spec.job.name.as_str()), ("/home/me/runs", "tiny"));
@@ -457,6 +462,17 @@ mod tests {
         assert_eq!(spec.data.train, ["/root/a/*.txt".into(), "/home/me/deploy/~b/*.txt".into()]);
         let spec = resolved("[data]\ntrain = \"s3://bucket/a.txt\"\n");
         assert_eq!(spec.data.train, ["s3://bucket/a.txt".into()]);
+
+        // What a user writes on the command line starts where the user is.
+        let text = "[data]\ntrain = \"a\"\nval = \"v\"\n";
+        for change in [
+            Override::from_flag("data.train=[\"b\"]").unwrap(),
+            variables(&[("XLAUNCH_DATA_TRAIN", "b")]).remove(0),
+        ] {
+            let data = resolved_with(text, &[change]).data;
+            assert_eq!(data.train, ["/home/me/b".into()]);
+            assert_eq!(data.val, ["/home/me/deploy/v".into()]);
+        }
     }
 
     fn renamed(text: &str, overrides: &[Override]) -> Result<(f64, Vec<String>), String> {
