@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::path::Path;
 
 use clap::Args;
-use xlaunch_proto::v1::{JobKind, LogLoss, LogStream, LogsRequest, RankStatus};
+use xlaunch_proto::v1::{JobKind, LogLoss, LogStream, LogsRequest, RankStatus, StatusReply};
 use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, print_note};
@@ -54,6 +54,12 @@ async fn job_logs(mut daemon: DaemonClient, job: u64, request: LogsRequest) -> R
     if request.follow {
         daemon.wait_until_started(job).await?;
     }
+    let note = |kind| trainer_note(&request, kind, &format!("xlaunch status {job}"), None);
+    if request.follow
+        && let Some(note) = note(daemon.get(job).await?.kind())
+    {
+        print_note(&note);
+    }
     let own = rustix::process::getuid().as_raw();
     let sanitized = std::io::stdout().is_terminal() && daemon.get(job).await?.uid != own;
     let mut sanitizer = sanitized.then(LogSanitizer::default);
@@ -67,8 +73,9 @@ async fn job_logs(mut daemon: DaemonClient, job: u64, request: LogsRequest) -> R
     };
     daemon.logs(job, request, print).await?;
     if empty
+        && !request.follow
         && let Ok(described) = daemon.get(job).await
-        && let Some(note) = empty_note(&request, described.kind(), &format!("xlaunch status {job}"), None)
+        && let Some(note) = note(described.kind())
     {
         print_note(&note);
     }
@@ -77,6 +84,16 @@ async fn job_logs(mut daemon: DaemonClient, job: u64, request: LogsRequest) -> R
 
 async fn launch_logs(target: &Launches, request: LogsRequest) -> Result<(), QueryError> {
     let launch = target.one().await?;
+    let note = |status: &StatusReply| {
+        let metrics = Path::new(&status.log_dir).with_file_name("metrics.jsonl");
+        let metrics = metrics.exists().then_some(&*metrics);
+        trainer_note(&request, status.kind(), "xlaunch status", metrics)
+    };
+    if request.follow
+        && let Some(note) = launches::status(&launch).await.ok().as_ref().and_then(note)
+    {
+        print_note(&note);
+    }
     let mut agent = launches::connect(&launch).await?;
     let failed = |status: tonic::Status| QueryError::from(launches::call_error(&launch, &status));
     let mut chunks = agent.logs(request).await.map_err(failed)?.into_inner();
@@ -100,12 +117,11 @@ async fn launch_logs(target: &Launches, request: LogsRequest) -> Result<(), Quer
     for note in loss_notes(&request, &status.ranks) {
         print_note(&note);
     }
-    if empty {
-        let metrics = Path::new(&status.log_dir).with_file_name("metrics.jsonl");
-        let metrics = metrics.exists().then_some(&*metrics);
-        if let Some(note) = empty_note(&request, status.kind(), "xlaunch status", metrics) {
-            print_note(&note);
-        }
+    if empty
+        && !request.follow
+        && let Some(note) = note(&status)
+    {
+        print_note(&note);
     }
     Ok(())
 }
@@ -125,15 +141,23 @@ fn loss_notes(request: &LogsRequest, ranks: &[RankStatus]) -> Vec<String> {
     lost.into_iter().chain(rotated).collect()
 }
 
-/// Returns a note that explains an empty log: workers of the built-in trainer write only when something is wrong.
-fn empty_note(request: &LogsRequest, kind: JobKind, status: &str, metrics: Option<&Path>) -> Option<String> {
+/// Returns a note that explains an empty log, or one that is followed and may stay empty: workers of the built-in
+/// trainer write only when something is wrong.
+fn trainer_note(
+    request: &LogsRequest,
+    kind: JobKind,
+    status: &str,
+    metrics: Option<&Path>,
+) -> Option<String> {
     if kind != JobKind::Trainer || request.tail_lines == Some(0) {
         return None;
     }
     let stream = if request.stream() == LogStream::Stderr { "stderr" } else { "stdout" };
     let metrics = metrics.map(|path| format!(" and in {}", path.display())).unwrap_or_default();
+    let writes = if request.follow { "writes to" } else { "has written nothing to" };
+    let when = if request.follow { " only if something is wrong" } else { "" };
     Some(format!(
-        "rank {} has written nothing to {stream}; a training job reports its progress in `{status}`{metrics}",
+        "rank {} {writes} {stream}{when}; a training job reports its progress in `{status}`{metrics}",
         request.rank
     ))
 }
@@ -166,10 +190,15 @@ mod tests {
 
     #[test]
     fn empty_log_of_a_training_job_is_explained() {
+        let request = |follow, stream: LogStream, tail_lines| LogsRequest {
+            rank: 1,
+            stream: stream.into(),
+            follow,
+            tail_lines,
+            after: None,
+        };
         let note = |kind, stream: LogStream, tail_lines, metrics| {
-            let request =
-                LogsRequest { rank: 1, stream: stream.into(), follow: false, tail_lines, after: None };
-            empty_note(&request, kind, "xlaunch status", metrics)
+            trainer_note(&request(false, stream, tail_lines), kind, "xlaunch status", metrics)
         };
         let metrics = Some(Path::new("/runs/train/1/metrics.jsonl"));
         let expected = "rank 1 has written nothing to stdout; a training job reports its progress in \
@@ -179,5 +208,8 @@ mod tests {
         assert!(stderr.contains("to stderr;") && stderr.ends_with("in `xlaunch status`"), "{stderr}");
         assert_eq!(note(JobKind::Command, LogStream::Stdout, None, None), None);
         assert_eq!(note(JobKind::Trainer, LogStream::Stdout, Some(0), None), None);
+        let followed = request(true, LogStream::Stdout, None);
+        let note = trainer_note(&followed, JobKind::Trainer, "xlaunch status", None).unwrap();
+        assert!(note.starts_with("rank 1 writes to stdout only if something is wrong; "), "{note}");
     }
 }
