@@ -327,17 +327,21 @@ impl DaemonSection {
         root: bool,
         environment: impl Fn(&str) -> Option<OsString>,
     ) -> Result<PathBuf, ConfigError> {
-        let default = || {
-            if root {
-                Some("/run/xlaunch/xlaunch.sock".into())
-            } else {
-                Some(directory(environment("XDG_RUNTIME_DIR"))?.join("xlaunch.sock"))
+        match (&self.socket, environment("XDG_RUNTIME_DIR").filter(|value| !value.is_empty())) {
+            (Some(socket), _) => Ok(socket.clone()),
+            (None, _) if root => Ok("/run/xlaunch/xlaunch.sock".into()),
+            (None, Some(directory)) if Path::new(&directory).is_absolute() => {
+                Ok(PathBuf::from(directory).join("xlaunch.sock"))
             }
-        };
-        self.socket.clone().or_else(default).ok_or_else(|| {
-            let problem = "XDG_RUNTIME_DIR is not an absolute path";
-            ConfigError::value("environment", problem, "one, or daemon.socket in daemon.toml")
-        })
+            (None, other) => {
+                let problem = match other {
+                    Some(_) => "XDG_RUNTIME_DIR is not an absolute path",
+                    None => "XDG_RUNTIME_DIR is not set, as in a session of `su` or in a container",
+                };
+                let expected = "`--socket PATH`, here and for clients, or daemon.socket in daemon.toml";
+                Err(ConfigError::value("environment", problem, expected))
+            }
+        }
     }
 }
 
@@ -465,7 +469,10 @@ mod tests {
         assert!(daemon.state_dir(false, none).unwrap_err().to_string().contains("daemon.state_dir"));
         assert_eq!(daemon.socket(true, none).ok(), path("/run/xlaunch/xlaunch.sock"));
         assert_eq!(daemon.socket(false, xdg).ok(), path("/xdg/XDG_RUNTIME_DIR/xlaunch.sock"));
-        assert!(daemon.socket(false, home).unwrap_err().to_string().contains("daemon.socket"));
+        let unset = daemon.socket(false, home).unwrap_err().to_string();
+        assert!(unset.contains("is not set") && unset.contains("--socket PATH"), "{unset}");
+        let relative = daemon.socket(false, relative).unwrap_err().to_string();
+        assert!(relative.contains("not an absolute path"), "{relative}");
         assert_eq!([true, false].map(|root| JobsSection::default().allow_commands(root)), [false, true]);
 
         let text = "[daemon]\nstate_dir = \"/a\"\nsocket = \"/b\"\n[jobs]\nallow_commands = true\n";

@@ -196,7 +196,8 @@ fn fits_on_node(wanted: &Submitted, rules: &AdmissionRules<'_>) -> Result<(), Co
         )))
     };
     if wanted.gpus > rules.gpus {
-        return too_large(format!("{} GPUs", wanted.gpus), rules.gpus.to_string(), "");
+        let gpus = if wanted.gpus == 1 { "GPU" } else { "GPUs" };
+        return too_large(format!("{} {gpus}", wanted.gpus), rules.gpus.to_string(), "");
     }
     let cpus = wanted.scheduling.cpus.unwrap_or(0);
     if cpus > rules.cores {
