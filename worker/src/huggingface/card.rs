@@ -148,7 +148,7 @@ fn model_card(
         ("width", shape.dim.to_string()),
         (
             "attention heads",
-            format!("{} of {}, {} for keys and values", shape.heads, shape.head_dim, shape.kv_heads),
+            format!("{}, {} for keys and values, of width {}", shape.heads, shape.kv_heads, shape.head_dim),
         ),
         ("feed-forward width", feed_forward),
         ("sequence length", shape.seq.to_string()),

@@ -200,9 +200,13 @@ fn write_all(
         return Err(PrepareError::Data("the inputs contain no documents: all are empty".into()));
     }
     if manifest.train.documents == 0 {
+        let (what, help) = match manifest.val.documents {
+            1 => ("the only one is".to_owned(), "use --val 0: documents are not divided, see --documents"),
+            all => (format!("all {all} are"), "lower --val"),
+        };
         return Err(PrepareError::Usage(format!(
-            "no document is left to train on: with --val {}, all {} are held out\nhelp: lower --val",
-            options.val, manifest.val.documents
+            "no document is left to train on: with --val {}, {what} held out\nhelp: {help}",
+            options.val
         )));
     }
     let documents = manifest.train.documents + manifest.val.documents;
@@ -213,11 +217,15 @@ fn write_all(
         )));
     }
     if manifest.val.documents == 0 && options.val > 0.0 {
+        let advice = match (manifest.train.documents, options.chat.is_some()) {
+            (1, true) => "a chat is not divided",
+            (1, false) => "a document is not divided, see --documents",
+            (_, true) => "raise --val",
+            (_, false) => "raise --val, or see --documents",
+        };
         report(Event::Note(format!(
-            "no document was held out for validation ({} in all, --val {}); raise --val{}",
-            manifest.train.documents,
-            options.val,
-            if options.chat.is_some() { "" } else { ", or see --documents" }
+            "no document was held out for validation ({} in all, --val {}); {advice}",
+            manifest.train.documents, options.val,
         )));
     }
     Ok(manifest)

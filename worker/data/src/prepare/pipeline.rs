@@ -162,7 +162,7 @@ impl Reader<'_> {
         let chats = self.options.chat.is_some();
         let kind = kind::of(input, source.head(), chats || self.options.field.is_some()).map_err(|what| {
             let hint = self.hint(input);
-            PrepareError::Data(format!("{}: this is not text, but {what}{hint}", source.label))
+            PrepareError::Data(format!("{}: expected text, found {what}{hint}", source.label))
         })?;
         let source = match (kind, input) {
             (Kind::Text | Kind::JsonLines, _) => source,
@@ -297,7 +297,8 @@ impl Skipped {
             return Vec::new();
         }
         let which = if self.count > self.first.len() as u64 { "; the first of them:" } else { ":" };
-        let mut notes = vec![format!("skipped {} lines that cannot be used{which}", self.count)];
+        let lines = if self.count == 1 { "line" } else { "lines" };
+        let mut notes = vec![format!("skipped {} {lines} that cannot be used{which}", self.count)];
         notes.extend(self.first.iter().map(|reason| format!("  {reason}")));
         notes
     }

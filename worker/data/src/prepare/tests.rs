@@ -444,7 +444,7 @@ fn tables_have_a_document_per_row() {
 #[test]
 fn files_that_are_not_text_are_refused_by_what_they_are() {
     let error = Prepared::new(Tokenizer::bytes()).with("a.txt", b"PK\x03\x04rest").error();
-    assert!(error.contains("a.txt: this is not text, but a zip archive"), "{error}");
+    assert!(error.contains("a.txt: expected text, found a zip archive"), "{error}");
     let error = Prepared::new(Tokenizer::bytes()).with("a.txt", b"\xff\xfea\0").error();
     assert!(error.contains("UTF-16"), "{error}");
     assert!(!error.contains("glob"), "the file itself is an argument: {error}");
@@ -453,7 +453,8 @@ fn files_that_are_not_text_are_refused_by_what_they_are() {
     searched.options.inputs = vec![dir.clone()];
     let error = searched.error();
     assert!(
-        error.contains(&format!("but an image; name the files to read by a glob, such as '{dir}/**/*.txt'")),
+        error
+            .contains(&format!("found an image; name the files to read by a glob, such as '{dir}/**/*.txt'")),
         "{error}"
     );
 }
