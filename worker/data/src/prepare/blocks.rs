@@ -28,8 +28,20 @@ pub(super) const MAX_DELIMITER_BYTES: usize = 1 << 10;
 pub(super) enum Form {
     /// Each line is a JSON object.
     Json,
+    /// The same, converted from the rows of a table, whose numbers are not those of lines in its file.
+    Table,
     /// Documents end with this delimiter; if it is empty, the input is a single document.
     Text { delimiter: Vec<u8> },
+}
+
+impl Form {
+    /// Returns the name of a line of an input, for messages.
+    pub(super) fn place(&self, label: &str, line: u64) -> String {
+        match self {
+            Self::Table => format!("{label}: row {line}"),
+            _ => format!("{label}:{line}"),
+        }
+    }
 }
 
 /// A part of an input.
@@ -64,7 +76,7 @@ pub(super) struct Blocks {
 impl Blocks {
     pub(super) fn new(source: Source, form: Form, cuts: Cuts) -> Self {
         let delimiter = match &form {
-            Form::Json => b"\n".as_slice(),
+            Form::Json | Form::Table => b"\n".as_slice(),
             Form::Text { delimiter } => delimiter,
         };
         let delimiter = (!delimiter.is_empty()).then(|| Finder::new(delimiter).into_owned());
@@ -98,11 +110,10 @@ impl Blocks {
             // A delimiter may begin at the end of the buffer.
             let partial = self.delimiter.as_ref().map_or(0, |delimiter| delimiter.needle().len() - 1);
             let text = &self.buffer[..self.buffer.len() - partial];
-            if matches!(*self.form, Form::Json) {
+            if matches!(*self.form, Form::Json | Form::Table) {
                 if limit >= MAX_JSON_LINE_BYTES {
-                    let (label, line) = (&self.source.label, self.line);
-                    let reason =
-                        format!("{label}:{line}: a line of more than {} MiB", MAX_JSON_LINE_BYTES >> 20);
+                    let at = self.form.place(&self.source.label, self.line);
+                    let reason = format!("{at}: longer than {} MiB", MAX_JSON_LINE_BYTES >> 20);
                     return Err(PrepareError::Data(reason));
                 }
                 limit *= 2;
@@ -145,7 +156,7 @@ impl Blocks {
             bytes,
         };
         self.offset += block.bytes.len() as u64;
-        if matches!(*self.form, Form::Json) {
+        if matches!(*self.form, Form::Json | Form::Table) {
             self.line += memchr::memchr_iter(b'\n', &block.bytes).count() as u64;
         }
         block

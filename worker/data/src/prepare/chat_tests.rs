@@ -330,7 +330,7 @@ fn rows_of_parquet_files_are_chats() {
     let incomplete =
         Prepared::new("a.parquet", parquet(&[&[question, answer], &[question, ("assistant", None)]]));
     let error = incomplete.run().unwrap_err().to_string();
-    assert!(error.contains("a.parquet:2: `messages[1]` has no `content`"), "{error}");
+    assert!(error.contains("a.parquet: row 2: `messages[1]` has no `content`"), "{error}");
 }
 
 /// `datasets` writes fields whose type differs between rows as JSON.
@@ -392,7 +392,7 @@ fn images_beside_chats_in_parquet_files_are_refused() {
     let mut prepared = Prepared::new("a.parquet", out);
     prepared.options.tokenizer = Tokenizer::gpt2();
     let error = prepared.run().unwrap_err().to_string();
-    assert!(error.contains("a.parquet:2: `image` is not read"), "{error}");
+    assert!(error.contains("a.parquet: row 2: `image` is not read"), "{error}");
     prepared.options.on_error = OnError::Skip;
     assert_eq!(prepared.run().unwrap().0.skipped, 1);
 }

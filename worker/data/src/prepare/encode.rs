@@ -62,7 +62,7 @@ impl Encoder {
     pub(super) fn encode(&self, block: &Block) -> Result<Encoded, PrepareError> {
         let mut encoded = Encoded { read: block.read, ..Encoded::default() };
         match &*block.form {
-            Form::Json => self.lines(block, &mut encoded)?,
+            Form::Json | Form::Table => self.lines(block, &mut encoded)?,
             Form::Text { delimiter } => self.texts(block, delimiter, &mut encoded)?,
         }
         Ok(encoded)
@@ -100,7 +100,7 @@ impl Encoder {
             let bytes = bytes.trim_ascii();
             let used = match &self.chats {
                 Some(chats) => self.chat(chats, bytes, out),
-                None => match self.line(bytes) {
+                None => match self.line(bytes, &block.form) {
                     Ok(text) if text.is_empty() => Ok(()),
                     Ok(text) => {
                         self.document(&text, true, out)?;
@@ -112,7 +112,7 @@ impl Encoder {
             match used {
                 Ok(()) => {}
                 Err(reason) => {
-                    let reason = format!("{}:{number}: {reason}", block.label);
+                    let reason = format!("{}: {reason}", block.form.place(&block.label, number));
                     if !self.skip {
                         return Err(PrepareError::Data(reason));
                     }
@@ -125,7 +125,7 @@ impl Encoder {
 
     /// Encodes a line of JSON that holds a chat.
     fn chat(&self, chats: &ChatEncoder, bytes: &[u8], out: &mut Encoded) -> Result<(), String> {
-        let line = self.line_text(bytes)?;
+        let line = self.line_text(bytes, &Form::Json)?;
         if line.is_empty() {
             return Ok(());
         }
@@ -146,16 +146,18 @@ impl Encoder {
         Ok(())
     }
 
-    fn line_text<'a>(&self, bytes: &'a [u8]) -> Result<Cow<'a, str>, String> {
+    fn line_text<'a>(&self, bytes: &'a [u8], form: &Form) -> Result<Cow<'a, str>, String> {
         self.text(bytes).map_err(|valid| {
-            format!("not valid UTF-8 at byte {valid} of the line\nhelp: see --invalid and --on-error")
+            let in_field = if matches!(form, Form::Table) { unquoted_len(&bytes[..valid]) } else { None };
+            let (at, whole) = in_field.map_or((valid, "line"), |at| (at, "field"));
+            format!("not valid UTF-8 at byte {at} of the {whole}\nhelp: see --invalid and --on-error")
         })
     }
 
     /// Returns the text of a line of JSON: a string, or a field of an object. Returns no text for an empty line and for
     /// `null`.
-    fn line(&self, bytes: &[u8]) -> Result<String, String> {
-        let line = self.line_text(bytes)?;
+    fn line(&self, bytes: &[u8], form: &Form) -> Result<String, String> {
+        let line = self.line_text(bytes, form)?;
         if line.is_empty() {
             return Ok(String::new());
         }
@@ -282,6 +284,12 @@ impl<'de> Visitor<'de> for Row<'_> {
 /// A string, borrowed if it has no escapes.
 #[derive(Deserialize)]
 struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
+
+/// Returns the length of a text of which this is the beginning as a JSON string.
+fn unquoted_len(beginning: &[u8]) -> Option<usize> {
+    let closed = [beginning, b"\""].concat();
+    serde_json::from_slice::<String>(&closed).ok().map(|text| text.len())
+}
 
 /// Returns JSON in which every escape of half a surrogate pair is one of U+FFFD; `None` if there is none.
 fn without_half_pairs(json: &str) -> Option<String> {

@@ -164,6 +164,13 @@ impl Reader<'_> {
             let hint = self.hint(input);
             PrepareError::Data(format!("{}: expected text, found {what}{hint}", source.label))
         })?;
+        if let (Kind::Parquet, Some(compression)) = (kind, source.compression()) {
+            return Err(PrepareError::Data(format!(
+                "{}: a Parquet file compressed with {compression} cannot be read, as its index is at its end; \
+                 decompress it first",
+                source.label
+            )));
+        }
         let source = match (kind, input) {
             (Kind::Text | Kind::JsonLines, _) => source,
             (Kind::Json, _) => source.into_rows("JSON", |text, _| Ok(rows::json(text)))?,
@@ -193,6 +200,7 @@ impl Reader<'_> {
         let form = match &self.options.documents {
             _ if kind != Kind::Text => Form::Json,
             Documents::File => Form::Text { delimiter: Vec::new() },
+            _ if matches!(kind, Kind::Separated { .. } | Kind::Parquet) => Form::Table,
             Documents::Line => Form::Text { delimiter: b"\n".into() },
             Documents::Separator(text) => Form::Text { delimiter: text.clone().into_bytes() },
         };

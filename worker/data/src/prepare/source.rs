@@ -77,6 +77,11 @@ impl Source {
         &self.head
     }
 
+    /// Name of the compression that the text is decoded from.
+    pub(super) fn compression(&self) -> Option<&'static str> {
+        self.format
+    }
+
     /// Switches from reading the text to reading the rows of a table.
     pub(super) fn into_rows(
         self,

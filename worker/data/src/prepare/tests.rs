@@ -229,7 +229,12 @@ fn wrong_text_is_refused_with_its_place() {
         assert!(error.contains(expected), "{error}");
     }
     let error = prepared("a.csv", b"text,id\na,1\nb, c,2\n").error();
-    assert!(error.contains("a.csv:2: the row has more fields than the header"), "{error}");
+    assert!(error.contains("a.csv: row 2: the row has more fields than the header"), "{error}");
+    // Bytes count from 0 in the field as in the line of other inputs, whatever its quotes and escapes.
+    let error = prepared("a.csv", b"text\n\"a\"\"\n\xff\"\n").error();
+    assert!(error.contains("a.csv: row 1: not valid UTF-8 at byte 3 of the field"), "{error}");
+    let error = prepared("a.jsonl", b"\"a\xff\"").error();
+    assert!(error.contains("a.jsonl:1: not valid UTF-8 at byte 2 of the line"), "{error}");
     // The first error in the order of the input is reported, regardless of which thread finds one first.
     let many: String =
         (0..200_000).map(|n| if n < 100_000 { "{\"text\": \"a\"}\n" } else { "x\n" }).collect();
@@ -237,7 +242,7 @@ fn wrong_text_is_refused_with_its_place() {
     assert!(error.contains("a.jsonl:100001: "), "{error}");
     let huge = [b"{\"text\": \"".as_slice(), &b"a".repeat(65 << 20)].concat();
     let error = prepared("a.jsonl", &huge).error();
-    assert!(error.contains("a.jsonl:1: a line of more than 64 MiB"), "{error}");
+    assert!(error.contains("a.jsonl:1: longer than 64 MiB"), "{error}");
 }
 
 #[test]
@@ -415,8 +420,12 @@ fn tables_have_a_document_per_row() {
     // A shard in which no row has a text.
     prepared.options.field = Some("empty".into());
     assert!(prepared.error().contains("the inputs contain no documents"));
+    let compressed = gzip(&parquet("text", &[Some("one")]));
+    let error = Prepared::new(Tokenizer::gpt2()).with("a.parquet.gz", compressed).error();
+    assert!(error.contains("a Parquet file compressed with gzip cannot be read"), "{error}");
+    assert!(error.contains("decompress it first") && !error.contains("damaged"), "{error}");
     let short = Prepared::new(Tokenizer::gpt2()).with("a.csv", "id,text\n1,one\n2\n").error();
-    assert!(short.contains("a.csv:2: the object has no field `text`"), "{short}");
+    assert!(short.contains("a.csv: row 2: the object has no field `text`"), "{short}");
     // An unclosed quote would make one document of all rows after it.
     let open = Prepared::new(Tokenizer::gpt2()).with("a.csv", "text\none\n\"two\nthree\n");
     let error = open.error();
@@ -433,7 +442,7 @@ fn tables_have_a_document_per_row() {
     assert_eq!(json.texts(&json.run().unwrap().0.train), ["a \"b\""]);
     let mixed = parquet_of("JSON", "text", &[Some("\"a\""), Some("1")]);
     let error = Prepared::new(Tokenizer::gpt2()).with("a.parquet", mixed).error();
-    assert!(error.contains("a.parquet:2: "), "{error}");
+    assert!(error.contains("a.parquet: row 2: "), "{error}");
     let whole = parquet("text", &[Some("some text"); 50]);
     for end in [5, 40, whole.len() - 9] {
         let error = Prepared::new(Tokenizer::gpt2()).with("a.parquet", &whole[..end]).error();
