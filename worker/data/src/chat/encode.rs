@@ -86,7 +86,8 @@ impl ChatEncoder {
         let (default, with_tools) = (format(default), with_tools.map(format));
         let special = endings.iter().filter_map(|token| tokenizer.added_id(token)).collect();
         let mut without_id = templates.tokens.clone();
-        without_id.retain(|token| tokenizer.added_id(token).is_none());
+        // Every text contains the empty one, by which some configurations say that there is no such token.
+        without_id.retain(|token| !token.is_empty() && tokenizer.added_id(token).is_none());
         Self { tokenizer, default, with_tools, max_tokens, endings, special, without_id }
     }
 

@@ -419,6 +419,22 @@ fn chats_with_tokens_that_have_no_id_are_refused() {
 
 #[test]
 fn rows_that_are_no_chats_are_refused() {
+#[test]
+fn special_tokens_without_content_are_no_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = serde_json::json!({"bos_token": {"content": ""}, "unk_token": "", "eos_token": "</s>"});
+    fs_err::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    let file = dir.path().join("t.jinja");
+    fs_err::write(&file, format!("{{{{ bos_token }}}}{CHATML}")).unwrap();
+    let templates = Templates::find(&dir.path().display().to_string(), Some(&file)).unwrap();
+    let Ok(Outcome::Document { document, .. }) =
+        encode(&ChatEncoder::new(tokenizer(), &templates, None), PLAIN)
+    else {
+        panic!("the chat is refused");
+    };
+    assert_eq!(supervised(&document), trained_on(CHATML, PLAIN).unwrap());
+}
+
     let message = |role: &str| format!(r#"{{"role": "{role}", "content": "a"}}"#);
     let chat = |messages: &str| format!(r#"{{"messages": [{messages}]}}"#);
     for (row, reason) in [
