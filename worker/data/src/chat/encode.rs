@@ -7,10 +7,11 @@ use minijinja::value::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::content::probe;
-use super::row::{ASSISTANT, Chat, Row, THOUGHTS, has_role, has_thoughts, is_counted, parse};
+use super::row::{ASSISTANT, Chat, Row, THOUGHTS, has_role, has_thoughts, parse};
 use super::spans::{self, Endings};
 use super::template::{LeftOut, Marked, Template};
 use super::templates::Templates;
+use super::weights::is_counted;
 use crate::{TOKENIZER_FILE, Tokenizer};
 
 /// Maximum length of a rendered chat, which is encoded at once.

@@ -4,6 +4,7 @@
 //! row of JSON --row--> messages --template--> text, spans of the assistant --encode--> ids, mask
 //!                                  \--> beginnings of the text --spans--/
 //! ```
+//! - `row` reads rows, and `weights` refuses those with weights that are not read;
 //! - `templates` finds the chat template of a tokenizer; `template` renders chats with it as Python's `transformers`
 //!   does; `rewrite` prepares its source, `python` and `json` have what templates expect of Python, and `content`
 //!   converts messages to the form that a template accepts;
@@ -22,7 +23,8 @@ mod spans;
 mod template;
 mod templates;
 
-/// Names of the fields of a row, apart from [`MEDIA`].
+mod weights;
+/// Names of the fields of a row, apart from [`MEDIA`] and those of [`is_loss_key`].
 pub(crate) const CHAT_COLUMNS: &[&str] = &[
     "messages",
     "conversations",
@@ -47,6 +49,7 @@ pub use template::Template;
 pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};
 pub use templates::{Templates, template_names, template_of, template_tokens};
 
+pub(crate) use weights::is_loss_key;
 pub use crate::tokenizer::special_token;
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 use minijinja::value::{Value, ValueKind};
 
 use super::json::parse_json;
+use super::weights;
 
 /// The role of the model.
 pub(crate) const ASSISTANT: &str = "assistant";
@@ -15,19 +16,6 @@ pub(crate) const THOUGHTS: [&str; 2] = ["thinking", "reasoning_content"];
 /// Names of roles in ShareGPT's rows, and the role that each stands for.
 const SHAREGPT_ROLES: [(&str, &str); 5] =
     [("human", "user"), ("user", "user"), ("gpt", ASSISTANT), ("assistant", ASSISTANT), ("system", "system")];
-
-/// Keys by which other trainers leave an answer out of the loss, and the value that does.
-const OTHER_WEIGHTS: [(&str, bool); 6] = [
-    ("train", false),
-    ("training", false),
-    ("trainable", false),
-    ("loss", false),
-    ("mask", true),
-    ("masked", true),
-];
-
-/// Keys of trainers that weigh an answer, or parts of it. Any value other than 1 would be trained on as 1.
-const OTHER_SCALES: [&str; 4] = ["loss_weight", "loss_scale", "loss_mask", "train_detail"];
 
 /// Fields of rows and messages with what an answer may be about.
 pub(crate) const MEDIA: &[&str] = &["images", "image", "videos", "video", "audios", "audio"];
@@ -86,6 +74,7 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
                     of a template: --chat-template FILE with `{% set enable_thinking = false %}`"
             .into());
     }
+    weights::check_row(value)?;
     let system = field("system").or_else(|| field("system_prompt"));
     if let Some(list) = field("messages") {
         return chat(with_system(trained(&list, "messages")?, system)?, tools, 0);
@@ -97,12 +86,6 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
         return Err(PREFERENCES.into());
     }
     match (field("prompt"), field("completion"), field("text")) {
-        // As in the rows of TRL's KTO trainer.
-        (Some(_), Some(_), _) if field("label").is_some_and(|label| label == Value::from(false)) => Err(
-            "`label` is false: the completion is one that the model should not write\nhelp: remove such rows, or see \
-             --on-error"
-                .into(),
-        ),
         (Some(prompt), Some(completion), _) => pair(&prompt, &completion, system, tools),
         (Some(_), None, _) => Err("the row has a `prompt`, but no `completion`".into()),
         (None, Some(_), _) => Err("the row has a `completion`, but no `prompt`".into()),
@@ -123,7 +106,7 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
 }
 
 /// Returns a field that has a value.
-fn field(value: &Value, name: &str) -> Option<Value> {
+pub(super) fn field(value: &Value, name: &str) -> Option<Value> {
     value.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
 }
 
@@ -247,43 +230,11 @@ pub(crate) fn has_thoughts(message: &Value) -> bool {
     message.get_attr(THOUGHTS[0]).is_ok_and(|thoughts| thoughts.is_true())
 }
 
-/// Returns whether the loss of an answer counts: not with `weight` 0, as in OpenAI's format.
-pub(crate) fn is_counted(message: &Value) -> bool {
-    let weight = message.get_attr("weight").ok().and_then(|weight| f64::try_from(weight).ok());
-    weight != Some(0.0)
-}
-
-/// Refuses an answer that is left out of the loss by a key that is not read: it would be trained on.
-fn check_other_weights(answer: &Value, at: &str) -> Result<(), String> {
-    for (key, leaves_out) in OTHER_WEIGHTS {
-        let Ok(value) = answer.get_attr(key) else { continue };
-        let is_flag = matches!(value.kind(), ValueKind::Bool | ValueKind::Number);
-        let is_text = value.as_str().is_some_and(|text| text.eq_ignore_ascii_case(&leaves_out.to_string()));
-        if is_flag && value.is_true() == leaves_out || is_text {
-            return Err(other_weight(at, key, &value));
-        }
-    }
-    for key in OTHER_SCALES {
-        let value = field(answer, key).filter(|value| ![Value::from(1), Value::from(true)].contains(value));
-        if let Some(value) = value {
-            return Err(other_weight(at, key, &value));
-        }
-    }
-    Ok(())
-}
-
-fn other_weight(at: &str, key: &str, value: &Value) -> String {
-    format!(
-        "`{at}.{key}` is {value}, which is not read\nhelp: leave the message out of the loss with `\"weight\": 0`, or \
-         remove the key"
-    )
-}
-
 /// Checks messages to train on.
 fn trained(list: &Value, name: &str) -> Result<Vec<Value>, String> {
     let messages = messages(list, name)?;
     for (index, message) in messages.iter().enumerate().filter(|(_, message)| has_role(message, ASSISTANT)) {
-        check_other_weights(message, &format!("{name}[{index}]"))?;
+        weights::check_answer(message, &format!("{name}[{index}]"))?;
     }
     Ok(messages)
 }
@@ -397,7 +348,7 @@ fn conversations(list: &Value) -> Result<Vec<Value>, String> {
             )
         })?;
         if role == ASSISTANT {
-            check_other_weights(&message, &at)?;
+            weights::check_answer(&message, &at)?;
         }
         check_media(&message, &format!("{at}."))?;
         let weight = message.get_attr("weight").ok().filter(|weight| !weight.is_undefined());

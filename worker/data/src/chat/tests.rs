@@ -1,5 +1,7 @@
 //! The templates of public families in short form, with the texts of which every token counts.
 
+mod weights;
+
 use super::*;
 use crate::Tokenizer;
 
@@ -418,8 +420,6 @@ fn chats_with_tokens_that_have_no_id_are_refused() {
 }
 
 #[test]
-fn rows_that_are_no_chats_are_refused() {
-#[test]
 fn special_tokens_without_content_are_no_tokens() {
     let dir = tempfile::tempdir().unwrap();
     let config = serde_json::json!({"bos_token": {"content": ""}, "unk_token": "", "eos_token": "</s>"});
@@ -435,6 +435,8 @@ fn special_tokens_without_content_are_no_tokens() {
     assert_eq!(supervised(&document), trained_on(CHATML, PLAIN).unwrap());
 }
 
+#[test]
+fn rows_that_are_no_chats_are_refused() {
     let message = |role: &str| format!(r#"{{"role": "{role}", "content": "a"}}"#);
     let chat = |messages: &str| format!(r#"{{"messages": [{messages}]}}"#);
     for (row, reason) in [
@@ -563,7 +565,6 @@ fn parts_of_a_row_that_would_be_lost_are_refused() {
                 .into(),
             "`image` is not read",
         ),
-        (r#"{"prompt": "a", "completion": "b", "label": false}"#.into(), "`label` is false"),
         (r#"{"prompt": "a", "completion": "b", "system": "s"}"#.into(), "not read beside a `prompt`"),
         (r#"{"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}"#.into(), "not read beside a `prompt`"),
         (r#"{"messages": null}"#.into(), "no field of the row has a value"),
@@ -573,8 +574,7 @@ fn parts_of_a_row_that_would_be_lost_are_refused() {
         assert!(error.contains(expected), "{row}: {error}");
     }
     for row in [
-        row(r#", "images": [], "functions": null, "label": false"#, r#", "audio": null"#),
-        r#"{"prompt": "a", "completion": "b", "label": true}"#.into(),
+        row(r#", "images": [], "functions": null"#, r#", "audio": null"#),
         r#"{"text": "a", "image": "https://a"}"#.into(),
     ] {
         assert!(trained_on(CHATML, &row).is_ok(), "{row}");

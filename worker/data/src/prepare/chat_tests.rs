@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::data_type::{BoolType, ByteArray, ByteArrayType};
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 
@@ -395,4 +395,26 @@ fn images_beside_chats_in_parquet_files_are_refused() {
     assert!(error.contains("a.parquet: row 2: `image` is not read"), "{error}");
     prepared.options.on_error = OnError::Skip;
     assert_eq!(prepared.run().unwrap().0.skipped, 1);
+}
+
+#[test]
+fn weights_of_rows_in_parquet_files_are_refused() {
+    let schema = "message schema { required binary text (UTF8); optional boolean train; }";
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let mut out = Vec::new();
+    let mut writer = SerializedFileWriter::new(&mut out, schema, Arc::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    let texts = ["a", "b"].map(ByteArray::from);
+    column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
+    column.close().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<BoolType>().write_batch(&[false], Some(&[0, 1]), None).unwrap();
+    column.close().unwrap();
+    group.close().unwrap();
+    writer.close().unwrap();
+    let mut prepared = Prepared::new("a.parquet", out);
+    prepared.options.tokenizer = Tokenizer::gpt2();
+    let error = prepared.run().unwrap_err().to_string();
+    assert!(error.contains("a.parquet: row 2: `train` of the row is False"), "{error}");
 }

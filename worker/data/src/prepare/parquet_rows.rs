@@ -16,16 +16,20 @@ use serde_json::Value;
 
 use super::rows::{REFUSED, column_index, lines, quote};
 
-/// Returns the rows of a file as objects with those of its columns that have one of these names. Columns of `media` are
-/// `true` where they have a value, which may be large and not text.
+/// Returns the rows of a file as objects with those of its columns that have one of these names, or for which `is_more`
+/// is true. Columns of `media` are `true` where they have a value, which may be large and not text.
 pub(super) fn objects(
     path: &Path,
     columns: &[&str],
     media: &'static [&str],
+    is_more: fn(&str) -> bool,
     read: &Arc<AtomicU64>,
 ) -> io::Result<Box<dyn Read>> {
     let select = |fields: &[TypePtr]| {
-        let wanted = |field: &&TypePtr| columns.contains(&field.name()) || media.contains(&field.name());
+        let wanted = |field: &&TypePtr| {
+            let name = field.name();
+            columns.contains(&name) || media.contains(&name) || is_more(name)
+        };
         let wanted: Vec<TypePtr> = fields.iter().filter(wanted).cloned().collect();
         if !wanted.iter().any(|field| columns.contains(&field.name())) {
             let names = fields.iter().take(20).map(|field| format!("`{}`", field.name().escape_debug()));

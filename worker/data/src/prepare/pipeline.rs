@@ -14,7 +14,7 @@ use super::kind::{self, Kind};
 use super::source::Source;
 use super::write::Writer;
 use super::{Documents, Event, OnError, Options, PrepareError, Progress, parquet_rows, rows};
-use crate::chat::{CHAT_COLUMNS, ChatEncoder, MEDIA};
+use crate::chat::{CHAT_COLUMNS, ChatEncoder, MEDIA, is_loss_key};
 
 /// Maximum bytes of blocks that are read but not yet written. Together with their ids, which take up to 4 times as
 /// much, this bounds the memory of a preparation.
@@ -184,8 +184,10 @@ impl Reader<'_> {
             (Kind::Separated { delimiter }, _) => {
                 source.into_rows("CSV", |text, _| rows::separated(text, delimiter, column))?
             }
-            (Kind::Parquet, Input::File(path)) if path.is_file() && chats => source
-                .into_rows("Parquet", |_, read| parquet_rows::objects(path, CHAT_COLUMNS, MEDIA, read))?,
+            (Kind::Parquet, Input::File(path)) if path.is_file() && chats => {
+                let rows = |_, read: &_| parquet_rows::objects(path, CHAT_COLUMNS, MEDIA, is_loss_key, read);
+                source.into_rows("Parquet", rows)?
+            }
             (Kind::Parquet, Input::File(path)) if path.is_file() => {
                 source.into_rows("Parquet", |_, read| parquet_rows::column(path, column, read))?
             }
@@ -198,9 +200,9 @@ impl Reader<'_> {
             }
         };
         let form = match &self.options.documents {
+            _ if matches!(kind, Kind::Separated { .. } | Kind::Parquet) => Form::Table,
             _ if kind != Kind::Text => Form::Json,
             Documents::File => Form::Text { delimiter: Vec::new() },
-            _ if matches!(kind, Kind::Separated { .. } | Kind::Parquet) => Form::Table,
             Documents::Line => Form::Text { delimiter: b"\n".into() },
             Documents::Separator(text) => Form::Text { delimiter: text.clone().into_bytes() },
         };
