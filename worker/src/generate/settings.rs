@@ -116,10 +116,10 @@ impl Settings {
         Template::new(template, template_tokens(&inherited.tokenizer_config, &inherited.special_tokens_map))
     }
 
-    /// Returns `generation_config.json` of a directory in Hugging Face's layout.
+    /// Returns `generation_config.json` of a directory in Hugging Face's layout; empty if it has no such file.
     fn generation_config(&self) -> Option<&Map<String, Value>> {
         let config = self.inherited.as_ref().map(|inherited| &inherited.generation_config);
-        config.filter(|config| !config.is_empty() && !self.raw && !self.is_run)
+        config.filter(|_| !self.raw && !self.is_run)
     }
 
     /// Returns a warning about settings of the model that have no effect.
@@ -137,6 +137,7 @@ impl Settings {
     }
 
     /// Returns the sampling settings: those of the user, otherwise those of the directory's `generation_config.json`.
+    /// Without `do_sample`, or without the file, decoding is greedy, as in `transformers`.
     pub fn sampling(&self, user: SamplingOverrides) -> Sampling {
         let SamplingOverrides { temperature, top_k, top_p } = user;
         let plain = Sampling { temperature: temperature.unwrap_or(1.0), top_k, top_p: top_p.unwrap_or(1.0) };
@@ -242,3 +243,30 @@ mod tests {
         assert_eq!(found(neutral), [""; 0]);
     }
 }
+
+    #[test]
+    fn model_in_hugging_faces_layout_is_decoded_greedily_unless_it_samples() {
+        let settings = |generation_config: Value, is_run: bool| {
+            let generation_config = generation_config.as_object().unwrap().clone();
+            let inherited = Some(Inherited { generation_config, ..Inherited::default() });
+            let (tokenizer, vocabulary) = (Tokenizer::bytes(), Vocabulary { size: 256, ends: Vec::new() });
+            Settings { inherited, is_run, ..Settings::for_test(tokenizer, vocabulary) }
+        };
+        let none = SamplingOverrides::default();
+        let temperature = |settings: &Settings, user| Some(settings.sampling(user).temperature);
+        // The first is also what a directory without the file has.
+        for config in [json!({}), json!({"_from_model_config": true, "eos_token_id": 2, "temperature": 0.7})]
+        {
+            let directory = settings(config.clone(), false);
+            assert_eq!(temperature(&directory, none), Some(0.0), "{config}");
+            assert_eq!(
+                temperature(&directory, SamplingOverrides { top_k: Some(4), ..none }),
+                Some(1.0),
+                "{config}"
+            );
+            assert_eq!(temperature(&settings(config.clone(), true), none), Some(1.0), "{config}");
+            assert_eq!(temperature(&Settings { raw: true, ..directory }, none), Some(1.0), "{config}");
+        }
+        let samples = settings(json!({"do_sample": true, "temperature": 0.7}), false);
+        assert_eq!(samples.sampling(none), Sampling { temperature: 0.7, top_k: Some(50), top_p: 1.0 });
+    }
