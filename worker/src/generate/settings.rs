@@ -159,32 +159,44 @@ impl Settings {
 
 /// Returns the keys of `generation_config.json` that would change the texts of `transformers`, but not those here.
 fn without_effect(config: &Map<String, Value>) -> Vec<&'static str> {
-    // Each with the number that asks for nothing; `null` does as well, and lists that are empty.
-    const IGNORED_SETTINGS: [(&str, f64); 18] = [
+    // Each with the number that asks for nothing; `null` and `false` do as well, and lists that are empty.
+    const NO_NUMBER: f64 = f64::NAN;
+    const IGNORED_SETTINGS: [(&str, f64); 24] = [
         ("bad_words_ids", 0.0),
         ("begin_suppress_tokens", 0.0),
+        ("constraints", NO_NUMBER),
         ("dola_layers", 0.0),
         ("encoder_no_repeat_ngram_size", 0.0),
+        ("encoder_repetition_penalty", 1.0),
         ("exponential_decay_length_penalty", 0.0),
+        ("force_words_ids", NO_NUMBER),
         ("forced_bos_token_id", -1.0),
         ("forced_eos_token_id", -1.0),
         ("guidance_scale", 1.0),
+        ("max_time", NO_NUMBER),
         ("min_length", 0.0),
         ("min_new_tokens", 0.0),
         ("no_repeat_ngram_size", 0.0),
         ("num_beams", 1.0),
+        ("num_return_sequences", 1.0),
         ("penalty_alpha", 0.0),
         ("repetition_penalty", 1.0),
         ("sequence_bias", 0.0),
         ("stop_strings", 0.0),
         ("suppress_tokens", 0.0),
+        ("token_healing", NO_NUMBER),
         ("watermarking_config", 0.0),
     ];
-    const IGNORED_SAMPLING_SETTINGS: [(&str, f64); 4] =
-        [("epsilon_cutoff", 0.0), ("eta_cutoff", 0.0), ("min_p", 0.0), ("typical_p", 1.0)];
+    const IGNORED_SAMPLING_SETTINGS: [(&str, f64); 5] = [
+        ("epsilon_cutoff", 0.0),
+        ("eta_cutoff", 0.0),
+        ("min_p", 0.0),
+        ("top_h", NO_NUMBER),
+        ("typical_p", 1.0),
+    ];
     let samples = config.get("do_sample").and_then(Value::as_bool) == Some(true);
     let asks_for_nothing = |value: &Value, neutral: f64| match value {
-        Value::Null => true,
+        Value::Null | Value::Bool(false) => true,
         Value::Array(list) => list.is_empty(),
         Value::Object(map) => map.is_empty(),
         value => value.as_f64() == Some(neutral),
@@ -234,15 +246,30 @@ mod tests {
             found(json!({"dola_layers": "high", "penalty_alpha": 0.6, "watermarking_config": {"bias": 2}})),
             ["dola_layers", "penalty_alpha", "watermarking_config"]
         );
-        assert_eq!(found(json!({"do_sample": true, "min_p": 0.1})), ["min_p"]);
-        assert_eq!(found(json!({"do_sample": false, "min_p": 0.1})), [""; 0]);
+        assert_eq!(
+            found(json!({
+                "encoder_repetition_penalty": 1.2, "max_time": 0, "num_return_sequences": 2, "token_healing": true,
+                "force_words_ids": [[1]], "constraints": [{}], "prompt_lookup_num_tokens": 3,
+            })),
+            [
+                "constraints",
+                "encoder_repetition_penalty",
+                "force_words_ids",
+                "max_time",
+                "num_return_sequences",
+                "token_healing",
+            ]
+        );
+        assert_eq!(found(json!({"do_sample": true, "min_p": 0.1, "top_h": 1.0})), ["min_p", "top_h"]);
+        assert_eq!(found(json!({"do_sample": false, "min_p": 0.1, "top_h": 0.4})), [""; 0]);
         let neutral = json!({
             "do_sample": true, "repetition_penalty": 1, "num_beams": 1, "typical_p": 1.0, "min_p": null, "top_k": 20,
-            "bad_words_ids": [], "no_repeat_ngram_size": 0, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1],
+            "bad_words_ids": [], "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "max_time": null,
+            "num_return_sequences": 1, "token_healing": false, "top_h": null, "temperature": 0.6, "top_p": 0.95,
+            "eos_token_id": [1],
         });
         assert_eq!(found(neutral), [""; 0]);
     }
-}
 
     #[test]
     fn model_in_hugging_faces_layout_is_decoded_greedily_unless_it_samples() {
@@ -270,3 +297,4 @@ mod tests {
         let samples = settings(json!({"do_sample": true, "temperature": 0.7}), false);
         assert_eq!(samples.sampling(none), Sampling { temperature: 0.7, top_k: Some(50), top_p: 1.0 });
     }
+}
