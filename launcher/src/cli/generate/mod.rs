@@ -43,9 +43,9 @@ pub(super) struct Generate {
     /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
-    /// Text to continue; empty starts a new document
+    /// Text to continue; empty starts a new document; may be repeated
     #[arg(long, value_name = "TEXT", group = "input")]
-    prompt: Option<String>,
+    prompt: Vec<String>,
     /// File with one JSON object per line: `prompt`, or `messages` with `--chat`, and optionally `id`; `-` is stdin
     #[arg(long, value_name = "FILE.jsonl", group = "input")]
     prompts: Option<PathBuf>,
@@ -56,25 +56,26 @@ pub(super) struct Generate {
     #[arg(long)]
     raw: bool,
     /// Maximum number of tokens per text
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = positive)]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = positive, allow_negative_numbers = true)]
     max_tokens: usize,
-    /// Softmax temperature; 0 takes the most likely token (greedy) [default: from generation_config.json, or 1]
-    #[arg(long, value_name = "T", value_parser = temperature)]
+    /// Softmax temperature; 0 takes the most likely token (greedy) [default: 1 for checkpoints and with `--raw`;
+    /// otherwise from generation_config.json, or 0]
+    #[arg(long, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
     temperature: Option<f64>,
     /// Sample from the K most likely tokens only
-    #[arg(long, value_name = "K", value_parser = positive)]
+    #[arg(long, value_name = "K", value_parser = positive, allow_negative_numbers = true)]
     top_k: Option<usize>,
     /// Sample only from the smallest set of tokens with this total probability
-    #[arg(long, value_name = "P", value_parser = share)]
+    #[arg(long, value_name = "P", value_parser = share, allow_negative_numbers = true)]
     top_p: Option<f64>,
     /// Random seed
-    #[arg(long, value_name = "S", default_value_t = 0)]
+    #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true)]
     seed: u64,
     /// End a text before this string; may be repeated
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
     /// Number of texts per prompt
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive, allow_negative_numbers = true)]
     samples: usize,
     /// Tokenizer to use instead of the model's own: `bytes`, `gpt2` or a tokenizer.json
     #[arg(long, value_name = "TOKENIZER")]
@@ -187,8 +188,8 @@ fn input(prompt: &Prompt, chat: bool) -> generate::Prompt {
 
 fn read_prompts(options: &Generate) -> Result<Vec<Prompt>, Refusal> {
     let Some(path) = &options.prompts else {
-        let prompt = options.prompt.clone().unwrap_or_default();
-        return Ok(vec![Prompt { prompt, messages: None, id: None }]);
+        let prompts = options.prompt.iter().cloned();
+        return Ok(prompts.map(|prompt| Prompt { prompt, messages: None, id: None }).collect());
     };
     let (name, text) = if path == Path::new("-") {
         ("stdin".into(), read_capped(std::io::stdin().lock()))
@@ -233,5 +234,47 @@ fn label(prompt: &Prompt, index: usize) -> String {
         None => (index + 1).to_string(),
         Some(Value::String(id)) => id.clone(),
         Some(id) => id.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        generate: Generate,
+    }
+
+    fn parse(options: &[&str]) -> Result<Generate, clap::Error> {
+        let line = ["generate", "model"].iter().chain(options);
+        Line::try_parse_from(line).map(|line| line.generate)
+    }
+
+    #[test]
+    fn prompt_may_be_repeated() {
+        let options = parse(&["--prompt", "a", "--prompt", ""]).unwrap();
+        let prompts = read_prompts(&options).unwrap();
+        assert_eq!(prompts.iter().map(|prompt| prompt.prompt.as_str()).collect::<Vec<_>>(), ["a", ""]);
+        parse(&["--prompt", "a", "--prompts", "file"]).unwrap_err();
+        parse(&[]).unwrap_err();
+    }
+
+    #[test]
+    fn negative_numbers_are_values_of_options() {
+        for (option, expected) in [
+            ("--temperature", "expected a number of at least 0"),
+            ("--top-p", "expected a number above 0"),
+            ("--top-k", "expected a whole number of at least 1"),
+            ("--samples", "expected a whole number of at least 1"),
+            ("--max-tokens", "expected a whole number of at least 1"),
+            ("--seed", "invalid value '-1'"),
+        ] {
+            let error = parse(&["--prompt", "a", option, "-1"]).unwrap_err().to_string();
+            assert!(error.contains(expected), "{option}: {error}");
+        }
     }
 }
