@@ -51,12 +51,13 @@ impl Inherited {
     }
 
     /// Moves the chat template and these named ones to the tokenizer's configuration, where all versions of
-    /// transformers read them. Without a default template, they are not used.
-    fn join_templates(&mut self, named: BTreeMap<String, String>) {
+    /// transformers read them. Without a default template, they are not used; a named one replaces the other.
+    fn join_templates(&mut self, mut named: BTreeMap<String, String>) {
         if named.is_empty() {
             return;
         }
-        let Some(default) = self.chat_template.take() else { return };
+        let Some(default) = named.remove("default").or_else(|| self.chat_template.take()) else { return };
+        self.chat_template = None;
         let all = std::iter::once(("default".to_owned(), default)).chain(named);
         let all: Vec<Value> =
             all.map(|(name, template)| json!({ "name": name, "template": template })).collect();
@@ -154,5 +155,9 @@ mod tests {
         let named = |name: &str, template: &str| json!({ "name": name, "template": template });
         let all = [named("default", "plain"), named("rag", "documents"), named("tool_use", "tools")];
         assert_eq!(inherited.tokenizer_config["chat_template"], json!(all));
+        write(&format!("{NAMED_TEMPLATES}/default.jinja"), "other");
+        assert_eq!(Inherited::read(dir.path()).chat_template(), Some("other"));
+        std::fs::remove_file(dir.path().join(CHAT_TEMPLATE)).unwrap();
+        assert_eq!(Inherited::read(dir.path()).chat_template(), Some("other"));
     }
 }

@@ -12,6 +12,8 @@ use crate::{hash, open_regular, read_bounded, token_text};
 
 /// Name of the file with a chat template.
 pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
+/// Name of a file that `transformers` prefers to [`TEMPLATE_FILE`].
+const DEFAULT_TEMPLATE_FILE: &str = "additional_chat_templates/default.jinja";
 /// Name of the file with the template of chats with tools, if they have one of their own.
 const TOOL_TEMPLATE_FILE: &str = "additional_chat_templates/tool_use.jinja";
 /// Name of the file with the settings of a tokenizer.
@@ -65,10 +67,17 @@ impl Templates {
                     .ok_or_else(|| format!("--chat-template: {} does not exist", path.display()))?;
                 Sources { default: Some(text), with_tools: None }
             }
-            None => match read_beside(TEMPLATE_FILE)? {
-                Some(text) => Sources { default: Some(text), with_tools: read_beside(TOOL_TEMPLATE_FILE)? },
-                None => Sources::of_config(&config),
-            },
+            None => {
+                let default = match read_beside(DEFAULT_TEMPLATE_FILE)? {
+                    None => read_beside(TEMPLATE_FILE)?,
+                    default => default,
+                };
+                if default.is_some() {
+                    Sources { default, with_tools: read_beside(TOOL_TEMPLATE_FILE)? }
+                } else {
+                    Sources::of_config(&config)
+                }
+            }
         };
         if let (Some(default), Some(with_tools)) = (&sources.default, &sources.with_tools) {
             // Prepared data and models have both in their configuration.
@@ -119,20 +128,24 @@ pub fn template_tokens(config: &Map<String, Json>, map: &Map<String, Json>) -> V
     named.filter_map(|(name, token)| Some((name.to_owned(), token_text(token)?.to_owned()))).collect()
 }
 
-/// Returns a chat template in `tokenizer_config.json`, which has one, or a list of named ones. The only one is the
-/// `default`.
+/// Returns a chat template in `tokenizer_config.json`, which has one, the `default`, or several with names: a list, of
+/// which the last of equal names counts, or an object.
 pub fn template_of<'a>(config: &'a Map<String, Json>, name: &str) -> Option<&'a str> {
     match config.get("chat_template")? {
         Json::String(template) => (name == "default").then_some(template),
-        Json::Array(list) => list.iter().find(|template| template["name"] == name)?["template"].as_str(),
+        Json::Array(list) => list.iter().rfind(|template| template["name"] == name)?["template"].as_str(),
+        Json::Object(named) => named.get(name)?.as_str(),
         _ => None,
     }
 }
 
 /// Returns the names of the chat templates in `tokenizer_config.json`.
 pub fn template_names(config: &Map<String, Json>) -> Vec<&str> {
-    let list = config.get("chat_template").and_then(Json::as_array);
-    list.into_iter().flatten().filter_map(|template| template["name"].as_str()).collect()
+    match config.get("chat_template") {
+        Some(Json::Array(list)) => list.iter().filter_map(|template| template["name"].as_str()).collect(),
+        Some(Json::Object(named)) => named.keys().map(String::as_str).collect(),
+        _ => Vec::new(),
+    }
 }
 
 fn missing(tokenizer: &str, names: &[&str]) -> String {
@@ -225,12 +238,41 @@ mod tests {
             Some(("plain", "tools"))
         );
         assert_eq!(config["eos_token"], "</s>");
-        let named = json!({"chat_template": [{"name": "tool_use", "template": "tools"}]});
-        let bare = tempfile::tempdir().unwrap();
-        fs_err::write(bare.path().join(CONFIG_FILE), named.to_string()).unwrap();
-        let error = Templates::find(&bare.path().display().to_string(), None).unwrap_err();
-        assert!(error.contains("no chat template of the name `default`, only `tool_use`"), "{error}");
+        for named in [json!([{"name": "tool_use", "template": "tools"}]), json!({"tool_use": "tools"})] {
+            let bare = tempfile::tempdir().unwrap();
+            let config = json!({ "chat_template": named });
+            fs_err::write(bare.path().join(CONFIG_FILE), config.to_string()).unwrap();
+            let error = Templates::find(&bare.path().display().to_string(), None).unwrap_err();
+            assert!(error.contains("no chat template of the name `default`, only `tool_use`"), "{error}");
+        }
         let only = Templates::find("bytes", Some(&dir.path().join(TEMPLATE_FILE))).unwrap();
         assert!(only.both().1.is_none());
+    }
+
+    #[test]
+    fn template_is_the_one_that_transformers_takes() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs_err::write(dir.path().join(name), text).unwrap();
+        let found = || {
+            let found = Templates::find(&dir.path().display().to_string(), None).unwrap();
+            let none = Value::from(());
+            let text = |template: &Template| template.render(&none, &none, false).unwrap();
+            let (default, with_tools) = found.both();
+            (text(default), with_tools.map(text))
+        };
+        let plain = |text: &str| (text.to_owned(), None);
+        let named = |name: &str, template: &str| json!({ "name": name, "template": template });
+        for (templates, expected) in [
+            (json!({"default": "a", "tool_use": "b"}), ("a".to_owned(), Some("b".to_owned()))),
+            (json!([named("default", "a"), named("default", "b")]), plain("b")),
+        ] {
+            write(CONFIG_FILE, &json!({ "chat_template": templates }).to_string());
+            assert_eq!(found(), expected);
+        }
+        write(TEMPLATE_FILE, "c");
+        assert_eq!(found(), plain("c"));
+        fs_err::create_dir(dir.path().join("additional_chat_templates")).unwrap();
+        write(DEFAULT_TEMPLATE_FILE, "d");
+        assert_eq!(found(), plain("d"));
     }
 }
