@@ -6,8 +6,8 @@
 //! ```
 //! - `row` reads rows, and `weights` refuses those with weights that are not read;
 //! - `templates` finds the chat template of a tokenizer; `template` renders chats with it as Python's `transformers`
-//!   does; `rewrite` prepares its source, `python` and `json` have what templates expect of Python, and `content`
-//!   converts messages to the form that a template accepts;
+//!   does; `rewrite` and `literals` prepare its source, `python` and `json` have what templates expect of Python, and
+//!   `content` converts messages to the form that a template accepts;
 //! - the text of the assistant is the contents of a template's `generation` blocks; `spans` derives it for templates
 //!   that have none.
 //!
@@ -16,14 +16,15 @@
 mod content;
 mod encode;
 mod json;
+mod literals;
 mod python;
 mod rewrite;
 mod row;
 mod spans;
 mod template;
 mod templates;
-
 mod weights;
+
 /// Names of the fields of a row, apart from [`MEDIA`] and those of [`is_loss_key`].
 pub(crate) const CHAT_COLUMNS: &[&str] = &[
     "messages",
@@ -48,8 +49,8 @@ pub(crate) use row::MEDIA;
 pub use template::Template;
 pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};
 pub use templates::{Templates, template_names, template_of, template_tokens};
-
 pub(crate) use weights::is_loss_key;
+
 pub use crate::tokenizer::special_token;
 
 #[cfg(test)]

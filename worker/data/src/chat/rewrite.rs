@@ -89,7 +89,7 @@ fn tags(template: &str) -> Vec<Range<usize>> {
 }
 
 /// Returns the places of block tags and expressions, in order, outside of comments and `raw` blocks.
-fn code(template: &str) -> Vec<Range<usize>> {
+pub(super) fn code(template: &str) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let mut at = 0;
     while let Some(start) = template[at..].find('{').map(|offset| at + offset) {

@@ -11,6 +11,7 @@ use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{Environment, Error, ErrorKind, State, context};
 
 use super::content::ContentForms;
+use super::literals::rewrite_escapes;
 use super::rewrite::{GENERATION, ITERABLE, rewrite, uncalled_method};
 use super::{json, python, row};
 
@@ -129,10 +130,9 @@ impl Template {
                  `['{name}']` for the key (line {line} of the template)"
             ));
         }
-        let (source, has_generation) = rewrite(&source);
-        environment
-            .add_template_owned(NAME, source)
-            .map_err(|error| format!("the chat template is not valid: {}", reason(&error)))?;
+        let invalid = |reason: String| format!("the chat template is not valid: {reason}");
+        let (source, has_generation) = rewrite(&rewrite_escapes(&source).map_err(invalid)?);
+        environment.add_template_owned(NAME, source).map_err(|error| invalid(reason(&error)))?;
         let tokens = tokens.into_iter().collect();
         let none = Value::from(());
         let content = ContentForms::of(&|chat| render(&environment, &tokens, chat, &none, false).ok());
@@ -327,6 +327,8 @@ mod tests {
                        {{ 'a=b=c'.rpartition('=')[0] }} {{ 'ab'.removeprefix('a') }} {{ 'ab'.removesuffix('b') }} \
                        {{ 'a'.partition('=')[0] }}{{ 'a'.rpartition('=')[2] }} {{ 'a b'.split()[1] }}";
         assert_eq!(rendered(methods, &messages).unwrap(), "['a-b', 'c'] b b=c a=b b a aa b");
+        let escapes = r#"{{ '\a' + "\v" }}{% if true %}{{ "\U0001F600 \u00e9\d" }}{% endif %}"#;
+        assert_eq!(rendered(escapes, &messages).unwrap(), "\u{7}\u{b}\u{1f600} \u{e9}\\d");
         let escaped = "{{ \"<a href='b/c'>&\\\"\" | escape }} {{ '<' | e | e }}";
         assert_eq!(rendered(escaped, &messages).unwrap(), "&lt;a href=&#39;b/c&#39;&gt;&amp;&#34; &lt;");
         let iterable =
