@@ -4,12 +4,13 @@
 //! would change are values of their own, which print as in Python; templates cannot calculate with them.
 
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
 use minijinja::value::{Kwargs, Object, ObjectRepr, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
-use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 
 /// Floating-point numbers that are printed without an exponent.
 const PLAIN_FLOATS: std::ops::Range<f64> = 1e-4..1e16;
@@ -34,7 +35,7 @@ impl Object for Number {
     }
 }
 
-/// Parses JSON. The last of equal keys counts.
+/// Parses JSON. Equal keys of a row or of a message are refused; of those inside of values, the last one counts.
 pub(crate) fn parse_json(text: &str) -> serde_json::Result<Value> {
     let read = |numbers: &Numbers<'_>| {
         let mut json = serde_json::Deserializer::from_str(text);
@@ -49,6 +50,17 @@ pub(crate) fn parse_json(text: &str) -> serde_json::Result<Value> {
     read(&Numbers { literals: literals(text), ..Numbers::default() })
 }
 
+/// Place of a value in a row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Place {
+    #[default]
+    Row,
+    Field,
+    /// An element of a list that is a field, such as a message.
+    Element,
+    Deeper,
+}
+
 /// Reads values. `serde_json` reads integers of more than 64 bits as floating-point numbers.
 #[derive(Default)]
 struct Numbers<'a> {
@@ -56,6 +68,8 @@ struct Numbers<'a> {
     literals: Vec<&'a str>,
     /// Number of literals before the next number.
     next: Cell<usize>,
+    /// Place of the next value.
+    place: Cell<Place>,
     rounded: Cell<bool>,
 }
 
@@ -121,17 +135,27 @@ impl<'de> Visitor<'de> for &Numbers<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
         let mut values = Vec::new();
+        let place = self.place.get();
+        self.place.set(if place == Place::Field { Place::Element } else { Place::Deeper });
         while let Some(value) = list.next_element_seed(self)? {
             values.push(value);
         }
+        self.place.set(place);
         Ok(Value::from(values))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
-        let mut pairs = Vec::new();
-        while let Some(pair) = map.next_entry_seed(self, self)? {
-            pairs.push(pair);
+        let (mut pairs, mut keys) = (Vec::new(), HashSet::new());
+        let place = self.place.get();
+        self.place.set(if place == Place::Row { Place::Field } else { Place::Deeper });
+        while let Some((key, value)) = map.next_entry_seed(self, self)? {
+            if matches!(place, Place::Row | Place::Element) && !keys.insert(key.clone()) {
+                let key = key.to_string();
+                return Err(A::Error::custom(format!("the key `{}` is there twice", key.escape_debug())));
+            }
+            pairs.push((key, value));
         }
+        self.place.set(place);
         Ok(Value::from_pairs(pairs))
     }
 }
@@ -381,7 +405,15 @@ mod tests {
     }
 
     #[test]
-    fn last_of_equal_keys_counts_in_the_place_of_the_first() {
-        assert_eq!(rendered("{{ value }}", r#"{"a": 1, "b": 2, "a": 3}"#), "{'a': 3, 'b': 2}");
+    fn equal_keys_are_refused_in_rows_and_messages_only() {
+        let inner = r#"{"a": {"b": 1, "c": 2, "b": 3}}"#;
+        assert_eq!(rendered("{{ value.a }}", inner), "{'b': 3, 'c': 2}");
+        assert_eq!(rendered("{{ value[0].a }}", &format!("[{inner}]")), "{'b': 3, 'c': 2}");
+        assert_eq!(rendered("{{ value.m[0].a }}", &format!(r#"{{"m": [{inner}]}}"#)), "{'b': 3, 'c': 2}");
+        for twice in [r#"{"a": 1, "b": 2, "a": 3}"#, r#"{"a": [{"b": {}}, {"b": 1, "b": 1}]}"#] {
+            let error = parse_json(twice).unwrap_err().to_string();
+            assert!(error.contains("` is there twice"), "{twice}: {error}");
+        }
+        parse_json(r#"[{"a": [{"b": 1}, {"b": 1}]}, {"a": 1, "a": 2}]"#).unwrap();
     }
 }
