@@ -62,6 +62,12 @@ struct Config {
     #[serde(default)]
     kasa_config: Value,
     #[serde(default)]
+    use_bdlora: Value,
+    #[serde(default)]
+    arrow_config: Value,
+    #[serde(default)]
+    trainable_token_indices: Value,
+    #[serde(default)]
     layer_replication: Value,
     #[serde(default)]
     layers_to_transform: Value,
@@ -116,6 +122,21 @@ impl Config {
                 is_set(&self.alora_invocation_tokens),
                 "alora_invocation_tokens",
                 "adapters that are active after certain tokens only (aLoRA) are not supported".into(),
+            ),
+            (
+                is_set(&self.use_bdlora) && self.use_bdlora != false,
+                "use_bdlora",
+                format!("BD-LoRA, whose matrices are block-diagonal, is not supported; {MERGE}"),
+            ),
+            (
+                is_set(&self.arrow_config),
+                "arrow_config",
+                "adapters that are chosen for each token (Arrow) are not supported".into(),
+            ),
+            (
+                is_set(&self.trainable_token_indices),
+                "trainable_token_indices",
+                format!("trained rows of the embedding are not supported; {MERGE}"),
             ),
             (
                 is_set(&self.layer_replication),

@@ -217,6 +217,18 @@ fn adapters_that_cannot_be_read_are_refused_with_the_key_of_their_configuration(
         ),
         (r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "kasa_config": {}}"#, "`kasa_config`: KaSA"),
         (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "use_bdlora": {"nblocks": 2}}"#,
+            "`use_bdlora`: BD-LoRA",
+        ),
+        (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "arrow_config": {"top_k": 3}}"#,
+            "`arrow_config`: adapters that are chosen for each token",
+        ),
+        (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "trainable_token_indices": [0]}"#,
+            "`trainable_token_indices`: trained rows of the embedding",
+        ),
+        (
             r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "layer_replication": [[0, 1], [0, 1]]}"#,
             "`layer_replication`: models whose blocks are replicated",
         ),
