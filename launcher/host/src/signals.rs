@@ -117,8 +117,7 @@ fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<Signal
     let all = stopping.iter().map(|signal| (*signal, SignalRequest::Stop(*signal)));
     let all = all.chain(forwarded.map(|signal| (signal, SignalRequest::Forward(signal))));
     let all = all.chain([(Signal::TSTP, SignalRequest::Suspend), (Signal::CONT, SignalRequest::Resume)]);
-    // Without /proc, no job begins.
-    let nohup = ignores(&fs_err::read_to_string("/proc/self/status").unwrap_or_default(), Signal::HUP);
+    let nohup = is_ignored(Signal::HUP);
     let (requests, stream) = mpsc::unbounded_channel();
     for (number, request) in all.filter(|(signal, _)| !(nohup && *signal == Signal::HUP)) {
         let mut signals = signal(SignalKind::from_raw(number.as_raw()))?;
@@ -139,6 +138,12 @@ fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<Signal
 /// for programs that do not handle it.
 fn is_without_effect(request: SignalRequest) -> bool {
     request == SignalRequest::Suspend && terminal::is_in_foreground() && !terminal::has_shell()
+}
+
+/// Returns whether this process ignores the signal, as its parent may have wanted.
+pub fn is_ignored(signal: Signal) -> bool {
+    // Without /proc, no job begins.
+    ignores(&fs_err::read_to_string("/proc/self/status").unwrap_or_default(), signal)
 }
 
 /// Returns whether a process with this `/proc/PID/status` ignores the signal. Bit 0 of the mask is signal 1.

@@ -25,6 +25,8 @@ xlaunch_harness::tests! {
     background_job_is_suspended_when_its_script_reads,
     background_job_whose_script_does_not_read_is_not_suspended,
     password_is_read_without_echo_in_any_rank,
+    ranks_that_ask_at_the_same_time_are_all_answered,
+    prompt_in_a_nested_launch_is_answered,
     terminal_is_usable_after_the_launcher_is_killed_at_a_prompt,
     training_prints_plain_lines_on_a_terminal_that_cannot_redraw_them,
     top_shows_running_launches_without_a_daemon;
@@ -337,6 +339,41 @@ if os.environ['RANK'] == '1':
     let steps = [expect("password? "), send("hidden\n"), expect("length 6")];
     let shown = launch_on_terminal(&launch, &steps, &["--nproc-per-node", "2", "password.py"]);
     assert!(!shown.contains("hidden"), "{shown}");
+}
+
+fn ranks_that_ask_at_the_same_time_are_all_answered() {
+    let launch = Launch::new();
+    launch.write(
+        "both.py",
+        "
+import getpass
+print('length', len(getpass.getpass('password? ')))
+",
+    );
+    let answers = [
+        expect("password? "),
+        expect("password? "),
+        send("ab\n"),
+        expect("length 2"),
+        send("abc\n"),
+        expect("length 3"),
+    ];
+    // Each time, the ranks ask in another order.
+    for _ in 0..3 {
+        launch_on_terminal(&launch, &answers, &["--nproc-per-node", "2", "both.py"]);
+        in_shell(&launch, &[&[send("$X --nproc-per-node 2 both.py\n")][..], &answers].concat());
+    }
+}
+
+fn prompt_in_a_nested_launch_is_answered() {
+    let launch = Launch::new();
+    launch.write("ask.py", ASK);
+    let answer = [expect("name? "), send("bob\n"), expect("hello bob")];
+    let program = xlaunch_path();
+    let program = program.to_str().unwrap();
+    let shown = launch_on_terminal(&launch, &answer, &["--", program, "--nproc-per-node", "2", "ask.py"]);
+    assert!(!shown.contains("suspended"), "{shown}");
+    in_shell(&launch, &[&[send("$X -- $X --nproc-per-node 2 ask.py\n")][..], &answer].concat());
 }
 
 fn terminal_is_usable_after_the_launcher_is_killed_at_a_prompt() {

@@ -134,8 +134,8 @@ impl Attempt {
         }
     }
 
-    pub(super) fn suspend(&self) {
-        self.processes.iter().for_each(ProcessTree::suspend);
+    pub(super) fn suspend(&self, signal: Signal) {
+        self.processes.iter().for_each(|processes| processes.suspend(signal));
     }
 
     pub(super) fn resume(&self) {

@@ -83,7 +83,7 @@ impl Driver<'_> {
                     self.attempt.forward(signal);
                 }
             }
-            SignalRequest::Suspend => self.suspend(),
+            SignalRequest::Suspend => self.suspend(Signal::STOP),
             SignalRequest::Resume => {
                 self.preloader.iter().for_each(Preloader::resume);
                 self.attempt.resume();
@@ -92,12 +92,12 @@ impl Driver<'_> {
         None
     }
 
-    /// Stops all processes, then this one, until SIGCONT.
-    pub(super) fn suspend(&mut self) {
+    /// Stops all processes, then this one by this signal, until SIGCONT.
+    pub(super) fn suspend(&mut self, signal: Signal) {
         self.terminal.revoke();
         match &self.preloader {
             Some(preloader) if self.job.state() == JobState::Starting => preloader.suspend(),
-            _ => self.attempt.suspend(),
+            _ => self.attempt.suspend(signal),
         }
     }
 }

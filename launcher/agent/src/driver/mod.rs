@@ -170,7 +170,7 @@ async fn drive(
                 Vec::new()
             }
             () = sleep_until(driver.terminal_deadline().into()) => {
-                driver.terminal.revoke();
+                driver.next_terminal_user();
                 Vec::new()
             }
             () = sleep_until(deadline.into()) => vec![driver.timer(Instant::now())],

@@ -6,8 +6,10 @@ use rustix::process::{Signal, getpid, kill_process};
 
 use super::Driver;
 use xlaunch_host::clock;
+use xlaunch_host::signals::is_ignored;
 use xlaunch_host::spawn::has_stopped_child;
-use xlaunch_host::spawn::terminal::{self, Answer, Relayed, Terminal};
+use xlaunch_host::spawn::terminal::{self, Answer, Relayed};
+use xlaunch_proto::env;
 
 /// Time for the console to print the reason before this process stops.
 const REASON_FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
@@ -48,17 +50,23 @@ impl Driver<'_> {
 
     async fn answer_terminal_user(&mut self, local_rank: u32, worker: u32) {
         let rank = self.membership.assignment().first_rank + local_rank;
-        match Terminal::answer(worker) {
-            Some(Answer::Grant) => self.grant_terminal(rank, worker),
+        match self.terminal.answer(worker) {
+            Some(Answer::Grant) => self.grant_terminal(worker),
             Some(Answer::Suspend) => {
-                self.notify(&format!("rank {rank} waits for terminal input: suspended, continue with `fg`"));
-                self.workload.output().flush(REASON_FLUSH_TIMEOUT).await;
+                // An outer launch gives the terminal to this one, its worker, when that stops itself.
+                if !is_worker() {
+                    self.notify(&format!(
+                        "rank {rank} waits for terminal input: suspended, continue with `fg`"
+                    ));
+                    self.workload.output().flush(REASON_FLUSH_TIMEOUT).await;
+                }
                 // The shell may have brought the job to the foreground in the meantime, and would not continue it
                 // again.
-                if Terminal::answer(worker) == Some(Answer::Grant) {
-                    self.grant_terminal(rank, worker);
+                if self.terminal.answer(worker) == Some(Answer::Grant) {
+                    self.grant_terminal(worker);
                 } else {
-                    self.suspend();
+                    // What the kernel sends to a background process that reads: an outer launch and shells see the reason.
+                    self.suspend(if is_ignored(Signal::TTIN) { Signal::STOP } else { Signal::TTIN });
                 }
             }
             Some(Answer::HangUp) => {
@@ -74,9 +82,23 @@ impl Driver<'_> {
         }
     }
 
-    fn grant_terminal(&mut self, rank: u32, worker: u32) {
+    fn grant_terminal(&mut self, worker: u32) {
         if let Err(error) = self.terminal.grant(worker) {
-            self.notify(&format!("rank {rank} waits for the terminal, but handing it over failed: {error}"));
+            self.notify(&format!(
+                "process {worker} waits for the terminal, but handing it over failed: {error}"
+            ));
         }
     }
+
+    /// Takes the terminal back, and gives it to the next worker that waits for it.
+    pub(super) fn next_terminal_user(&mut self) {
+        if let Err(error) = self.terminal.next() {
+            self.notify(&format!("a worker waits for the terminal, but handing it over failed: {error}"));
+        }
+    }
+}
+
+/// Returns whether this launch is a worker of another one.
+fn is_worker() -> bool {
+    std::env::var_os(env::SCOPE).is_some()
 }

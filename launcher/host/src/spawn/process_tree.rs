@@ -135,11 +135,11 @@ impl ProcessTree {
         }
     }
 
-    /// Handles SIGTSTP: stops the workers, then this process. Call [`resume`](Self::resume) on SIGCONT.
-    pub fn suspend(&self) {
+    /// Stops the workers, then this process by a signal that stops it. Call [`resume`](Self::resume) on SIGCONT.
+    pub fn suspend(&self, signal: Signal) {
         self.signal_groups(Signal::STOP, &[]);
         // Cannot fail for this process itself.
-        let _ = kill_process(getpid(), Signal::STOP);
+        let _ = kill_process(getpid(), signal);
     }
 
     /// Handles SIGCONT: continues the workers.

@@ -9,7 +9,7 @@
 //! worker reads --SIGTTIN--> stopped --grant--> foreground group, SIGCONT --> reads
 //!                                                                             '--revoke: xlaunch is in the foreground
 //! ```
-//! A grant lasts for milliseconds. The kernel checks the process group when a read begins, not while it waits, so the
+//! A grant lasts for milliseconds; workers that ask meanwhile wait for their turn. The kernel checks the process group when a read begins, not while it waits, so the
 //! worker keeps waiting for its line after xlaunch has become the foreground group again. Thus Ctrl-C and Ctrl-Z reach
 //! xlaunch, which passes them on to every rank once, and a killed launcher leaves the terminal to the shell that
 //! started it. A grant that ends before the read begins is repeated with a longer duration.
@@ -17,7 +17,7 @@
 //! Ctrl-C during a grant reaches only the worker's group. A relay, which is a process in that group with no other
 //! purpose, reports it to xlaunch, which then signals the other ranks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IsTerminal, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
@@ -57,6 +57,8 @@ pub struct Terminal {
     relays: BTreeMap<u32, Relay>,
     relayed: mpsc::UnboundedSender<Relayed>,
     grant: Option<Grant>,
+    /// Workers that have asked for the terminal during the grant.
+    waiting: VecDeque<u32>,
     /// The terminal's modes before the first grant.
     modes: Option<Termios>,
     duration: Duration,
@@ -82,21 +84,30 @@ pub struct Relayed {
 impl Terminal {
     /// Creates the handle. Signals that reach only a worker during a grant are sent to `relayed`.
     pub fn new(relayed: mpsc::UnboundedSender<Relayed>) -> Self {
-        Self { relays: BTreeMap::new(), relayed, grant: None, modes: None, duration: MIN_GRANT, ended: None }
+        let (relays, grant, waiting, modes, ended) = Default::default();
+        Self { relays, relayed, grant, waiting, modes, duration: MIN_GRANT, ended }
     }
 
     /// Returns the reaction to a stopped worker, which leads the process group `worker`; `None` without a controlling
     /// terminal.
-    pub fn answer(worker: u32) -> Option<Answer> {
+    pub fn answer(&self, worker: u32) -> Option<Answer> {
         let own = Process::own().filter(|own| own.group != 0)?;
-        let foreground = tcgetpgrp(controlling_terminal().ok()?).ok()?.as_raw_nonzero().get().cast_unsigned();
-        let orphaned = || is_orphaned(&Process::all(), &own);
-        Some(answer([own.group, worker].contains(&foreground), orphaned))
+        let foreground = tcgetpgrp(controlling_terminal().ok()?).ok()?;
+        let is_granted = self.grant.as_ref().is_some_and(|grant| grant.worker == foreground);
+        let is_ours = [own.group, worker].into_iter().filter_map(to_pid).any(|group| group == foreground);
+        Some(answer(is_ours || is_granted, || is_orphaned(&Process::all(), &own)))
     }
 
-    /// Lets a worker's process group use the terminal briefly.
+    /// Lets a worker's process group use the terminal briefly, once no other one does.
     pub fn grant(&mut self, worker: u32) -> io::Result<()> {
-        self.revoke();
+        let is_other = |grant: &Grant| to_pid(worker) != Some(grant.worker);
+        if self.grant.as_ref().is_some_and(is_other) {
+            if !self.waiting.contains(&worker) {
+                self.waiting.push_back(worker);
+            }
+            return Ok(());
+        }
+        self.end_grant();
         let own = Process::own().map_or(0, |own| own.group);
         let (Some(own), Some(group)) = (to_pid(own), to_pid(worker)) else {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -115,13 +126,27 @@ impl Terminal {
         Ok(kill_process_group(group, Signal::CONT)?)
     }
 
-    /// The time at which to call [`revoke`](Self::revoke).
+    /// The time at which to call [`next`](Self::next).
     pub fn deadline(&self) -> Option<Instant> {
         self.grant.as_ref().map(|grant| grant.until)
     }
 
-    /// Takes the terminal back.
+    /// Ends the grant, and lets the next worker that waits use the terminal.
+    pub fn next(&mut self) -> io::Result<()> {
+        self.end_grant();
+        self.waiting.pop_front().map_or(Ok(()), |worker| self.grant(worker))
+    }
+
+    /// Takes the terminal back. Workers that wait for it are continued, and ask again.
     pub fn revoke(&mut self) {
+        self.end_grant();
+        for group in self.waiting.drain(..).filter_map(to_pid) {
+            // The worker may have ended.
+            let _ = kill_process_group(group, Signal::CONT);
+        }
+    }
+
+    fn end_grant(&mut self) {
         let Some(Grant { tty, own, worker, .. }) = self.grant.take() else { return };
         self.ended = Some(Instant::now());
         // A shell may have given the terminal to another job.

@@ -186,7 +186,7 @@ async fn stopped(mut stage: Stage) {
         "while [ \"$(cut -d' ' -f3 /proc/{own}/stat)\" != T ]; do sleep 0.01; done; kill -CONT {own}"
     );
     let mut outside = Command::new("sh").args(["-c", &script]).spawn().unwrap();
-    stage.tree.suspend();
+    stage.tree.suspend(Signal::STOP);
     outside.wait().unwrap();
     wait_for("the worker's stop", || (state() == Some('T')).then_some(()));
     stage.tree.resume();

@@ -140,7 +140,7 @@ impl Preloader {
 
     /// Handles SIGTSTP during the imports: stops the preloading process, then this process.
     pub(crate) fn suspend(&self) {
-        self.processes.suspend();
+        self.processes.suspend(Signal::STOP);
     }
 
     /// Handles SIGCONT: continues the preloading process.
