@@ -35,6 +35,7 @@ use std::path::{Path, PathBuf};
 use prost::Message;
 use rustix::fs::{CWD, Mode, OFlags};
 use xlaunch_agent::registry::SOCKET;
+use xlaunch_host::escape::escaped;
 use xlaunch_proto::disk::sync_dir;
 use xlaunch_proto::env;
 use xlaunch_proto::v1::StatusReply;
@@ -51,6 +52,10 @@ pub use records::{AgentRecord, Description, JobResult, PROTOCOL, ProcessId, RESU
 const AGENT_RECORD: &str = "agent.json";
 /// Limit on the bytes read from a file of a job's user.
 const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Limit on the characters of a line that is shown.
+const MAX_LINE: usize = 300;
+/// Space that the files of a job need before it begins, in bytes, with room for those of others.
+const MIN_SPACE: u64 = 1 << 20;
 
 /// The values that a start adds to the submission.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -247,6 +252,20 @@ impl JobDirs {
     /// Returns whether the files of the job's agent have been removed, so that they do not show what it did.
     pub(crate) fn are_gone(&self, job: u64) -> bool {
         self.agent(job).symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+    }
+
+    /// Returns the last line of an agent's own output, safe to print.
+    pub(crate) fn last_line(&self, job: u64, uid: u32) -> Option<String> {
+        let text = read(&self.agent(job), "agent.log", uid)?;
+        let text = String::from_utf8_lossy(&text);
+        let line = text.lines().rev().find(|line| !line.trim().is_empty())?;
+        Some(escaped(&line.chars().take(MAX_LINE).collect::<String>()))
+    }
+
+    /// Returns whether there is too little space for the files of a job.
+    pub(crate) fn is_full(&self) -> bool {
+        let disk = rustix::fs::statvfs(&self.root);
+        disk.is_ok_and(|disk| disk.f_bavail.saturating_mul(disk.f_frsize) < MIN_SPACE)
     }
 
     /// Reads the result of a job, if its agent has written one.

@@ -55,8 +55,8 @@ pub(crate) enum AgentEvent {
     Oversized(String),
     /// The agent has not begun and does not run. The text is the reason, if a failure was the cause.
     NotStarted(Option<String>),
-    /// The node is not ready for jobs, for this reason, so the agent was not started.
-    PrologFailed(String),
+    /// The node is not ready for jobs, for this reason: its prolog failed, or the disk is full.
+    NodeFailed(String),
     /// The agent has exited and left a result. Usage is unknown without systemd.
     Ended(JobResult, Option<Usage>),
     /// The agent has exited without a result.
@@ -94,7 +94,7 @@ impl Follower {
         }
         let prolog = self.hooks.run(Moment::Prolog, &self.job_start.facts, &self.starter).await;
         let last = match prolog {
-            Err(reason) if self.hooks.is_prolog_of_node() => AgentEvent::PrologFailed(reason),
+            Err(reason) if self.hooks.is_prolog_of_node() => AgentEvent::NodeFailed(reason),
             Err(reason) => AgentEvent::NotStarted(Some(reason)),
             Ok(()) if *self.stop.borrow() > Stop::No => AgentEvent::NotStarted(None),
             Ok(()) => match self.start().await {
@@ -257,15 +257,26 @@ impl Follower {
             Some(reason) => {
                 agent.exited().await;
                 // The agent may have begun at the last moment.
-                if self.has_begun() {
-                    self.result(agent.usage().await)
-                } else {
-                    AgentEvent::NotStarted(reason)
-                }
+                if self.has_begun() { self.result(agent.usage().await) } else { self.not_started(reason) }
             }
         };
         agent.release().await;
         last
+    }
+
+    /// Returns the event of an agent that has exited before it began. With a full disk, all jobs would fail like this
+    /// one.
+    fn not_started(&self, reason: Option<String>) -> AgentEvent {
+        let JobStart { job, uid, .. } = self.job_start;
+        let last_line = self.dirs.last_line(job, uid);
+        let reason = reason.map(|reason| match last_line {
+            Some(line) => format!("{reason}: {line}"),
+            None => reason,
+        });
+        match reason {
+            Some(reason) if self.dirs.is_full() => AgentEvent::NodeFailed(reason),
+            reason => AgentEvent::NotStarted(reason),
+        }
     }
 
     /// Polls the agent's status and usage, and stops the agent on request, until it has exited.
@@ -423,6 +434,24 @@ mod tests {
         follower.follow(true).await;
         let Some((1, AgentEvent::NotStarted(Some(reason)))) = received.recv().await else { panic!() };
         assert!(reason.contains("belonged to `removed-user`") || reason.contains("no account"), "{reason}");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn agent_that_exits_before_it_begins_is_reported_with_its_last_line() {
+        let state = tempfile::tempdir().unwrap();
+        let (events, _received) = mpsc::channel(8);
+        let (mut follower, _manager) = follower(state.path(), "", events);
+        let begin = "its agent exited before it began";
+        let not_started = |follower: &Follower| match follower.not_started(Some(begin.to_owned())) {
+            AgentEvent::NotStarted(Some(reason)) => reason,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(not_started(&follower), begin);
+        let dir = follower.dirs.agent(1);
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join("agent.log"), "first\nno space left\x1b[2J\n\n").unwrap();
+        follower.job_start.uid = rustix::process::getuid().as_raw();
+        assert_eq!(not_started(&follower), format!("{begin}: no space left\\u{{1b}}[2J"));
     }
 
     /// Tests a unit that is found in systemd's list after journal and files were lost.

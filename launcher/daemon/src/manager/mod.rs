@@ -221,7 +221,7 @@ impl Manager {
             AgentEvent::Ended(result, usage) => self.on_ended(job, result, usage),
             AgentEvent::Lost(reason, usage) => self.on_lost(job, &reason, usage),
             AgentEvent::NotStarted(reason) => self.on_not_started(job, reason),
-            AgentEvent::PrologFailed(reason) => self.on_prolog_failed(job, &reason),
+            AgentEvent::NodeFailed(reason) => self.on_node_failed(job, &reason),
         }
     }
 
