@@ -92,7 +92,7 @@ impl Driver<'_> {
 
     /// Takes the terminal back, and gives it to the next worker that waits for it.
     pub(super) fn next_terminal_user(&mut self) {
-        if let Err(error) = self.terminal.next() {
+        if let Err(error) = self.terminal.grant_next() {
             self.notify(&format!("a worker waits for the terminal, but handing it over failed: {error}"));
         }
     }

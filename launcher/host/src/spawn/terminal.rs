@@ -126,13 +126,13 @@ impl Terminal {
         Ok(kill_process_group(group, Signal::CONT)?)
     }
 
-    /// The time at which to call [`next`](Self::next).
+    /// The time at which to call [`grant_next`](Self::grant_next).
     pub fn deadline(&self) -> Option<Instant> {
         self.grant.as_ref().map(|grant| grant.until)
     }
 
     /// Ends the grant, and lets the next worker that waits use the terminal.
-    pub fn next(&mut self) -> io::Result<()> {
+    pub fn grant_next(&mut self) -> io::Result<()> {
         self.end_grant();
         self.waiting.pop_front().map_or(Ok(()), |worker| self.grant(worker))
     }
