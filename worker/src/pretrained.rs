@@ -13,7 +13,7 @@ use std::sync::mpsc::sync_channel;
 
 use rayon::ThreadPool;
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer, TokenizerError};
-use xlaunch_engine::{Backend, CudaOptions, EngineError, PoolMode, Prepared};
+use xlaunch_engine::{Backend, CudaOptions, EngineError, PoolMode, Work};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
 use xlaunch_spec::model::ModelShape;
@@ -209,13 +209,12 @@ impl Source {
 pub fn open_device(device: Device, precision: Precision, timed: bool) -> Result<BackendHandle, Refusal> {
     if device != Device::Cpu {
         let precision = crate::model::engine_precision(precision);
-        let options = CudaOptions {
-            deterministic: !timed,
-            prepared: Prepared::Common,
-            ..CudaOptions::new(precision, PoolMode::On)
-        };
+        let options = CudaOptions { deterministic: !timed, ..CudaOptions::new(precision, PoolMode::On) };
         match Backend::cuda(0, options) {
-            Ok(backend) => return Ok(BackendHandle::new(backend)),
+            Ok(backend) => {
+                backend.prepare(Work::Any);
+                return Ok(BackendHandle::new(backend));
+            }
             Err(error)
                 if device == Device::Cuda
                     || !matches!(error, EngineError::Library { .. } | EngineError::Device { .. }) =>

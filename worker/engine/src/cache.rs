@@ -69,7 +69,7 @@ fn cached_in<T>(
         return Ok(value);
     }
     let bytes = compute()?;
-    if !path.is_some_and(|path| write(&path, &bytes).is_ok()) {
+    if path.is_none_or(|path| write(&path, &bytes).is_err()) {
         *unwritten = Some(bytes.clone());
     }
     load(bytes)

@@ -33,7 +33,7 @@ pub use error::{EngineError, Result};
 pub use handles::{Capture, PendingRead};
 pub use host_buffer::{HostAllocator, HostBuffer};
 pub use ops::*;
-pub use options::{CudaOptions, DeviceInfo, Precision, Prepared};
+pub use options::{CudaOptions, DeviceInfo, Precision};
 pub use profile::{KernelSpan, KernelTime};
 pub use tensor::{Slice, Tensor};
 pub use xlaunch_pool::{DType, Mode as PoolMode, Options as PoolOptions, Pool, Stats as PoolStats};

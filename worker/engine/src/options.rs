@@ -2,8 +2,6 @@
 
 use xlaunch_pool::{DType, Options};
 
-use crate::ops::Operations;
-
 /// Arithmetic of matrix multiplications and element type of activations. Sums are always formed in F32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
@@ -39,28 +37,12 @@ pub struct CudaOptions {
     pub log_fallback: bool,
     /// True to warn on stderr, once each, about missing libraries that make this host slow.
     pub warnings: bool,
-    /// What to prepare in the background, because its first use would wait for it.
-    pub prepared: Prepared,
-}
-
-/// Preparations of a GPU: kernels are compiled that the cache lacks, and cuDNN is opened.
-#[derive(Clone, Copy, Debug, Default)]
-pub enum Prepared {
-    /// Everything waits for its first use.
-    #[default]
-    Nothing,
-    /// The kernels that all jobs share.
-    Common,
-    /// Everything that a training job with these operations uses.
-    Training(Operations),
 }
 
 impl CudaOptions {
-    /// Creates options that use the fastest variant of every operation, without a log, warnings or preparations.
+    /// Creates options that use the fastest variant of every operation, without a log or warnings.
     pub fn new(precision: Precision, pool: impl Into<Options>) -> Self {
-        let pool = pool.into();
-        let (deterministic, log_fallback, warnings, prepared) = Default::default();
-        Self { precision, deterministic, pool, log_fallback, warnings, prepared }
+        Self { precision, deterministic: false, pool: pool.into(), log_fallback: false, warnings: false }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::mpsc::{Sender, channel};
 
-use xlaunch_engine::{self as engine, Backend, CudaOptions, DType, Prepared};
+use xlaunch_engine::{self as engine, Backend, CudaOptions, DType, Work};
 use xlaunch_spec::job::{Exec, JobSpec, PoolMode, Precision};
 
 use crate::environment::{Device, Environment};
@@ -68,7 +68,7 @@ pub(super) struct OpenDevice {
 }
 
 impl OpenDevice {
-    pub(super) fn new(environment: &Environment, spec: &JobSpec, prepared: Prepared) -> Result<Self> {
+    pub(super) fn new(environment: &Environment, spec: &JobSpec, work: Option<Work>) -> Result<Self> {
         let mode = pool_mode(spec, environment.device != Device::Cpu);
         let limit = spec.engine.memory_limit_mb.map_or(u64::MAX, |mib| mib.saturating_mul(1 << 20));
         let trace = if environment.pool_trace.is_some() { MAX_POOL_TRACE_EVENTS } else { 0 };
@@ -86,9 +86,9 @@ impl OpenDevice {
                     pool,
                     log_fallback: environment.log_fallback,
                     warnings: environment.rank.index() == 0,
-                    prepared,
                 };
                 let backend = Backend::cuda(ordinal, options)?;
+                work.into_iter().for_each(|work| backend.prepare(work));
                 if precision == Precision::Fp8 && !backend.supports_fp8() {
                     return Err(WorkerError::NoFp8(backend.device().name.clone()));
                 }

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use xlaunch_comm::{Collective, Sharding};
-use xlaunch_engine::{DType, Operations, Prepared};
+use xlaunch_engine::{DType, Operations, Work};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
@@ -97,7 +97,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     // For large models, reading weights takes a second or more, like opening the device and the communicator: do both
     // at once.
     let reading = start_reading(context, &shape, memory.clone(), moments)?;
-    let device = OpenDevice::new(environment, spec, Prepared::Training(operations(spec, &shape)))?;
+    let device = OpenDevice::new(environment, spec, Some(Work::Training(operations(spec, &shape))))?;
     if let Some(marks) = device.backend.open_marks()? {
         phase::show_marks(marks);
     }
@@ -292,7 +292,7 @@ fn end(
 /// Runs a benchmark other than training. Its workers join and report like the ranks of a training job.
 fn measure(context: &Context<'_>, kind: &Kind) -> Result<ExitCode> {
     let Context { environment, control, spec, .. } = *context;
-    let device = OpenDevice::new(environment, spec, Prepared::Nothing)?;
+    let device = OpenDevice::new(environment, spec, None)?;
     let mut collective = join::join(context, format!("{kind:?}").as_bytes(), &device)?.connect()?;
     phase::enter(Phase::Unspecified);
     control.open_session(context.hello(), collective.abort_handle());
@@ -306,7 +306,7 @@ fn measure(context: &Context<'_>, kind: &Kind) -> Result<ExitCode> {
             let open = |precision| {
                 let mut spec = spec.clone();
                 spec.engine.precision = Some(precision);
-                OpenDevice::new(environment, &spec, Prepared::Nothing).map(|device| device.backend)
+                OpenDevice::new(environment, &spec, None).map(|device| device.backend)
             };
             control.report(Report::Calibration(bench::device(bench, open)?));
         }

@@ -65,7 +65,7 @@ impl Driver<'_> {
                 if self.terminal.answer(worker) == Some(Answer::Grant) {
                     self.grant_terminal(worker);
                 } else {
-                    // What the kernel sends to a background process that reads: an outer launch and shells see the reason.
+                    // The kernel sends this to a background process that reads: an outer launch sees the reason.
                     self.suspend(if is_ignored(Signal::TTIN) { Signal::STOP } else { Signal::TTIN });
                 }
             }

@@ -111,8 +111,8 @@ impl Manager {
         self.record_end(job, end, reason, None);
     }
 
-    /// Handles a node that is not ready for jobs: its prolog failed, or its disk is full. The node is drained before the
-    /// job returns to the queue: otherwise one job after the other would fail.
+    /// Handles a node that is not ready for jobs: its prolog failed, or its disk is full. The node is drained before
+    /// the job returns to the queue: otherwise one job after the other would fail.
     pub(super) fn on_node_failed(&mut self, job: u64, reason: &str) {
         if self.cancelled_by(job).is_some() || self.limit_reached(job).is_some() {
             return self.on_not_started(job, None);

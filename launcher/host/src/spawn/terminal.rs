@@ -9,10 +9,11 @@
 //! worker reads --SIGTTIN--> stopped --grant--> foreground group, SIGCONT --> reads
 //!                                                                             '--revoke: xlaunch is in the foreground
 //! ```
-//! A grant lasts for milliseconds; workers that ask meanwhile wait for their turn. The kernel checks the process group when a read begins, not while it waits, so the
-//! worker keeps waiting for its line after xlaunch has become the foreground group again. Thus Ctrl-C and Ctrl-Z reach
-//! xlaunch, which passes them on to every rank once, and a killed launcher leaves the terminal to the shell that
-//! started it. A grant that ends before the read begins is repeated with a longer duration.
+//! A grant lasts for milliseconds; workers that ask meanwhile wait for their turn. The kernel checks the process group
+//! when a read begins, not while it waits, so the worker keeps waiting for its line after xlaunch has become the
+//! foreground group again. Thus Ctrl-C and Ctrl-Z reach xlaunch, which passes them on to every rank once, and a killed
+//! launcher leaves the terminal to the shell that started it. A grant that ends before the read begins is repeated with
+//! a longer duration.
 //!
 //! Ctrl-C during a grant reaches only the worker's group. A relay, which is a process in that group with no other
 //! purpose, reports it to xlaunch, which then signals the other ranks.

@@ -35,6 +35,11 @@ impl Object for Number {
     }
 }
 
+/// Returns a field that has a value.
+pub(super) fn field(value: &Value, name: &str) -> Option<Value> {
+    value.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
+}
+
 /// Parses JSON. Equal keys of a row or of a message are refused; of those inside of values, the last one counts.
 pub(crate) fn parse_json(text: &str) -> serde_json::Result<Value> {
     let read = |numbers: &Numbers<'_>| {

@@ -2,7 +2,7 @@
 
 use minijinja::value::{Value, ValueKind};
 
-use super::json::parse_json;
+use super::json::{field, parse_json};
 use super::weights;
 
 /// The role of the model.
@@ -103,11 +103,6 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
             keys(value)
         )),
     }
-}
-
-/// Returns a field that has a value.
-pub(super) fn field(value: &Value, name: &str) -> Option<Value> {
-    value.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
 }
 
 /// Returns the kind of a value with an article, for messages.

@@ -3,7 +3,7 @@
 
 use minijinja::value::{Value, ValueKind};
 
-use super::row::field;
+use super::json::field;
 
 const WEIGHT: &str = "weight";
 

@@ -12,7 +12,7 @@ use crate::cuda::{Gpu, graph};
 use crate::error::{EngineError, Result};
 use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
-use crate::ops::{Cuda, KERNEL_FILES, Marks, MuonPiece, MuonPieces, Op};
+use crate::ops::{Cuda, KERNEL_FILES, Marks, MuonPiece, MuonPieces, Op, Work};
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
 use crate::tensor::{Slice, Tensor};
@@ -55,12 +55,9 @@ impl Backend {
     /// # Errors
     /// If a library or the device is missing, or there is not enough memory.
     pub fn cuda(ordinal: usize, options: CudaOptions) -> Result<Self> {
-        let prepared = options.prepared;
         let gpu = Gpu::open(ordinal, options, &KERNEL_FILES)?;
         let (pool, activations, info) = (gpu.pool.clone(), gpu.activations, gpu.device.info.clone());
-        let gpu = Cuda::new(gpu);
-        gpu.prepare(prepared);
-        Ok(Self { device: Device::Cuda(Box::new(gpu)), pool, activations, info })
+        Ok(Self { device: Device::Cuda(Box::new(Cuda::new(gpu))), pool, activations, info })
     }
 
     /// Opens a device without memory: operations do nothing, and the pool hands out addresses with no memory behind
@@ -154,6 +151,14 @@ impl Backend {
         };
         let captured = graph::end(&self.gpu().ok_or_else(none)?.device)?;
         Ok(Capture::new(move || graph::launch(&captured)))
+    }
+
+    /// Starts to prepare a GPU for this work, which would otherwise wait at the first use of each operation. Call it
+    /// once; it returns at once.
+    pub fn prepare(&self, work: Work) {
+        if let Some(gpu) = self.gpu() {
+            gpu.prepare(work);
+        }
     }
 
     /// Starts to count marks. Returns `None` on devices without marks, which ignore them.

@@ -76,7 +76,6 @@ use crate::cpu::Threads;
 use crate::cuda::hopper::HopperKernel;
 use crate::cuda::{Gpu, KernelFile, Macro, Source};
 use crate::error::Result;
-use crate::options::Prepared;
 
 /// An operation, which is the struct of its arguments. [`Backend::run`](crate::Backend::run) runs it.
 ///
@@ -132,13 +131,16 @@ impl Cuda {
         }
     }
 
-    pub(crate) fn prepare(&self, prepared: Prepared) {
-        let (special, operations) = match prepared {
-            Prepared::Nothing => return,
-            Prepared::Common => (Vec::new(), None),
-            Prepared::Training(operations) => (self.prepare_operations(&operations), Some(operations)),
+    /// Compiles kernels that the cache lacks, and opens cuDNN, in the background.
+    pub(crate) fn prepare(&self, work: Work) {
+        let special = match work {
+            Work::Any => Vec::new(),
+            Work::Training(operations) => self.prepare_operations(&operations),
         };
-        let is_used = |file: &&&KernelFile| operations.is_none_or(|operations| operations.use_file(file));
+        let is_used = |file: &&&KernelFile| match work {
+            Work::Any => true,
+            Work::Training(operations) => operations.use_file(file),
+        };
         let common = KERNEL_FILES.iter().filter(is_used).map(|file| (file.source, file.macros.to_vec()));
         self.kernels.compile_in_background(special.into_iter().chain(common));
     }
@@ -161,6 +163,15 @@ impl Cuda {
         let attention = attention::cuda::Attention::sources(self, attention);
         attention.into_iter().chain(hopper).chain([(source, macros)]).collect()
     }
+}
+
+/// The work that a GPU is prepared for.
+#[derive(Clone, Copy, Debug)]
+pub enum Work {
+    /// All kernels of [`KERNEL_FILES`].
+    Any,
+    /// A training job with these operations.
+    Training(Operations),
 }
 
 /// Operations of a training job that decide which kernels it needs.
