@@ -53,10 +53,10 @@ def main():
                 fail("the program ended")
         at = shown.index(text, at) + len(text)
     step = "the end"
+    modes = termios.tcgetattr(terminal)
     while read():
         pass
     _, status = os.waitpid(pid, 0)
-    modes = termios.tcgetattr(terminal)
     sys.stdout.buffer.write(shown)
     if modes[:4] != before[:4]:
         sys.exit("the modes of the terminal have changed")
