@@ -3,7 +3,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use parquet::data_type::{BoolType, ByteArray, ByteArrayType};
-use parquet::file::writer::SerializedFileWriter;
+use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::parser::parse_message_type;
 
 use super::*;
@@ -372,24 +372,35 @@ fn json_in_parquet_files_is_read_as_what_it_is() {
     assert_eq!(prepared.texts(&manifest.train), [format!("{tools}user:a\nassistant:B\n")]);
 }
 
-#[test]
-fn images_beside_chats_in_parquet_files_are_refused() {
-    let schema = "message schema { optional binary prompt (UTF8); optional binary completion (UTF8);
-        optional binary image; }";
+/// A file with one group of rows, which `write` writes.
+fn parquet_file(
+    schema: &str,
+    write: impl FnOnce(&mut SerializedRowGroupWriter<'_, &mut Vec<u8>>),
+) -> Vec<u8> {
     let schema = Arc::new(parse_message_type(schema).unwrap());
     let mut out = Vec::new();
     let mut writer = SerializedFileWriter::new(&mut out, schema, Arc::default()).unwrap();
     let mut group = writer.next_row_group().unwrap();
-    for values in [&[&b"a"[..], b"c"][..], &[b" b", b" d"], &[b"\xff\xd8"]] {
-        let mut column = group.next_column().unwrap().unwrap();
-        let bytes: Vec<ByteArray> = values.iter().map(|value| value.to_vec().into()).collect();
-        let definitions: Vec<i16> = (0..2).map(|row| i16::from(row + values.len() >= 2)).collect();
-        column.typed::<ByteArrayType>().write_batch(&bytes, Some(&definitions), None).unwrap();
-        column.close().unwrap();
-    }
+    write(&mut group);
     group.close().unwrap();
     writer.close().unwrap();
-    let mut prepared = Prepared::new("a.parquet", out);
+    out
+}
+
+#[test]
+fn images_beside_chats_in_parquet_files_are_refused() {
+    let schema = "message schema { optional binary prompt (UTF8); optional binary completion (UTF8);
+        optional binary image; }";
+    let file = parquet_file(schema, |group| {
+        for values in [&[&b"a"[..], b"c"][..], &[b" b", b" d"], &[b"\xff\xd8"]] {
+            let mut column = group.next_column().unwrap().unwrap();
+            let bytes: Vec<ByteArray> = values.iter().map(|value| value.to_vec().into()).collect();
+            let definitions: Vec<i16> = (0..2).map(|row| i16::from(row + values.len() >= 2)).collect();
+            column.typed::<ByteArrayType>().write_batch(&bytes, Some(&definitions), None).unwrap();
+            column.close().unwrap();
+        }
+    });
+    let mut prepared = Prepared::new("a.parquet", file);
     prepared.options.tokenizer = Tokenizer::gpt2();
     let error = prepared.run().unwrap_err().to_string();
     assert!(error.contains("a.parquet: row 2: `image` is not read"), "{error}");
@@ -400,20 +411,16 @@ fn images_beside_chats_in_parquet_files_are_refused() {
 #[test]
 fn weights_of_rows_in_parquet_files_are_refused() {
     let schema = "message schema { required binary text (UTF8); optional boolean train; }";
-    let schema = Arc::new(parse_message_type(schema).unwrap());
-    let mut out = Vec::new();
-    let mut writer = SerializedFileWriter::new(&mut out, schema, Arc::default()).unwrap();
-    let mut group = writer.next_row_group().unwrap();
-    let mut column = group.next_column().unwrap().unwrap();
-    let texts = ["a", "b"].map(ByteArray::from);
-    column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
-    column.close().unwrap();
-    let mut column = group.next_column().unwrap().unwrap();
-    column.typed::<BoolType>().write_batch(&[false], Some(&[0, 1]), None).unwrap();
-    column.close().unwrap();
-    group.close().unwrap();
-    writer.close().unwrap();
-    let mut prepared = Prepared::new("a.parquet", out);
+    let file = parquet_file(schema, |group| {
+        let mut column = group.next_column().unwrap().unwrap();
+        let texts = ["a", "b"].map(ByteArray::from);
+        column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
+        column.close().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<BoolType>().write_batch(&[false], Some(&[0, 1]), None).unwrap();
+        column.close().unwrap();
+    });
+    let mut prepared = Prepared::new("a.parquet", file);
     prepared.options.tokenizer = Tokenizer::gpt2();
     let error = prepared.run().unwrap_err().to_string();
     assert!(error.contains("a.parquet: row 2: `train` of the row is False"), "{error}");
