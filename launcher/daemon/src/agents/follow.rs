@@ -268,8 +268,7 @@ impl Follower {
     /// one.
     fn not_started(&self, reason: Option<String>) -> AgentEvent {
         let JobStart { job, uid, .. } = self.job_start;
-        let last_line = self.dirs.last_line(job, uid);
-        let reason = reason.map(|reason| match last_line {
+        let reason = reason.map(|reason| match self.dirs.last_line(job, uid) {
             Some(line) => format!("{reason}: {line}"),
             None => reason,
         });
