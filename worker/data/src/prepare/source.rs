@@ -7,8 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use flate2::bufread::GzDecoder;
-use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
-use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 use super::PrepareError;
 use super::inputs::Input;
@@ -17,8 +15,8 @@ const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// A frame that is skipped, without its first byte, 0x50 to 0x5f. pzstd begins files with one.
 const ZSTD_SKIPPED_MAGIC: [u8; 3] = [0x2a, 0x4d, 0x18];
-/// Maximum window size, which is that of `zstd --long`.
-const MAX_ZSTD_WINDOW_BYTES: u64 = 128 << 20;
+/// Logarithm of the maximum window size, which is that of `zstd --long`.
+const MAX_ZSTD_WINDOW_LOG: u32 = 27;
 const READ_BUFFER_BYTES: usize = 256 << 10;
 
 /// Bytes at the start of a text from which its kind is detected.
@@ -58,7 +56,7 @@ impl Source {
         let (reader, format): (Box<dyn Read>, _) = if magic.starts_with(&GZIP_MAGIC) {
             (Box::new(Gzip { member: Some(GzDecoder::new(buffered)) }), Some("gzip"))
         } else if magic == ZSTD_MAGIC || magic[0] & 0xf0 == 0x50 && magic[1..] == ZSTD_SKIPPED_MAGIC {
-            (Box::new(Zstd::new(buffered)), Some("zstd"))
+            (Box::new(zstd(buffered).map_err(|error| PrepareError::read(&label, &error))?), Some("zstd"))
         } else {
             (Box::new(buffered), None)
         };
@@ -184,71 +182,9 @@ fn next_member(mut input: Buffered) -> io::Result<Option<GzDecoder<Buffered>>> {
     }
 }
 
-/// Consecutive frames, each verified by its checksum if it has one.
-struct Zstd {
-    input: Buffered,
-    frame: FrameDecoder,
-    /// True if a frame has been started but not finished.
-    open: bool,
-}
-
-impl Zstd {
-    fn new(input: Buffered) -> Self {
-        let mut frame = FrameDecoder::new();
-        frame.set_max_window_size(MAX_ZSTD_WINDOW_BYTES);
-        Self { input, frame, open: false }
-    }
-
-    /// Starts the next frame. Returns false at the end of the input.
-    fn start(&mut self) -> io::Result<bool> {
-        while !self.open && !self.input.fill_buf()?.is_empty() {
-            match self.frame.reset(&mut self.input) {
-                Ok(()) => self.open = true,
-                // pzstd writes such frames.
-                Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
-                    length,
-                    ..
-                })) => {
-                    let skipped = io::copy(&mut (&mut self.input).take(length.into()), &mut io::sink())?;
-                    if skipped < length.into() {
-                        return Err(io::ErrorKind::UnexpectedEof.into());
-                    }
-                }
-                Err(error) => return Err(damaged(&error)),
-            }
-        }
-        Ok(self.open)
-    }
-
-    fn end(&mut self) -> io::Result<()> {
-        let (expected, found) = (self.frame.get_checksum_from_data(), self.frame.get_calculated_checksum());
-        if expected.is_some() && expected != found {
-            return Err(damaged(&"the checksum does not match"));
-        }
-        self.open = false;
-        Ok(())
-    }
-}
-
-impl Read for Zstd {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        loop {
-            if !self.start()? {
-                return Ok(0);
-            }
-            if self.frame.can_collect() > 0 {
-                return self.frame.read(buffer);
-            }
-            if self.frame.is_finished() {
-                self.end()?;
-            } else {
-                let some = BlockDecodingStrategy::UptoBytes(READ_BUFFER_BYTES);
-                self.frame.decode_blocks(&mut self.input, some).map_err(|error| damaged(&error))?;
-            }
-        }
-    }
-}
-
-fn damaged(error: &dyn std::fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, error.to_string())
+/// Returns a decoder of consecutive frames, each verified by its checksum if it has one.
+fn zstd(input: Buffered) -> io::Result<zstd::Decoder<'static, Buffered>> {
+    let mut decoder = zstd::Decoder::with_buffer(input)?;
+    decoder.window_log_max(MAX_ZSTD_WINDOW_LOG)?;
+    Ok(decoder)
 }
