@@ -36,17 +36,18 @@ const MUCH_SLOWER: f64 = 1.2;
 const SITE_SECONDS: f64 = 0.4;
 const FEWEST: usize = 8;
 /// Seconds of work after which the GPU has reached its power limit, and the time for which it stays there without work.
-const WARM_UP_SECONDS: f64 = 0.1;
+const WARM_UP_SECONDS: f64 = 0.06;
 const WARM: Duration = Duration::from_millis(20);
 /// Candidates for long work within this multiple of the best time are timed again: the fastest MOST_CLOSE, or fewer if
 /// they take ALL_TURNS_SECONDS, but at least FEWEST_CLOSE. This second measurement is the median of TURNS turns of
-/// TURN_SECONDS.
+/// TURN_SECONDS; one turn if more would take longer than ALL_TURNS_SECONDS, as a single launch of such work tells
+/// enough.
 const CLOSE: f64 = 1.1;
 const MOST_CLOSE: usize = 8;
 const FEWEST_CLOSE: usize = 3;
 const TURNS: usize = 3;
 const TURN_SECONDS: f64 = 3e-3;
-const ALL_TURNS_SECONDS: f64 = 0.3;
+const ALL_TURNS_SECONDS: f64 = 0.1;
 /// A candidate replaces an earlier one if it takes less than this share of its time, so that noise does not decide.
 /// Medians of turns vary less from run to run.
 const CLEARLY_FASTER: f64 = 0.98;
@@ -114,18 +115,20 @@ fn choose(
     if !is_long || close.len() < 2 {
         return Ok((clearly_fastest(&times, CLEARLY_FASTER), is_long));
     }
-    let times = in_turns(&mut stopwatch, &fastest_few(close, best))?;
+    let (close, turns) = fastest_few(close, best);
+    let times = in_turns(&mut stopwatch, &close, turns)?;
     Ok((clearly_fastest(&times, CLEARLY_FASTER_IN_TURNS), is_long))
 }
 
-/// Returns the candidates to time in turns, in their order.
+/// Returns the candidates to time in turns, in their order, and the number of turns.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small positive count")]
-fn fastest_few(mut close: Vec<(usize, f64)>, best: f64) -> Vec<(usize, f64)> {
-    let affordable = ALL_TURNS_SECONDS / (TURNS as f64 * best.max(TURN_SECONDS));
+fn fastest_few(mut close: Vec<(usize, f64)>, best: f64) -> (Vec<(usize, f64)>, usize) {
+    let affordable = (ALL_TURNS_SECONDS / best.max(TURN_SECONDS)) as usize;
     close.sort_by(|(_, a), (_, b)| a.total_cmp(b));
-    close.truncate((affordable as usize).clamp(FEWEST_CLOSE, MOST_CLOSE));
+    close.truncate(affordable.clamp(FEWEST_CLOSE, MOST_CLOSE));
     close.sort_by_key(|(candidate, _)| *candidate);
-    close
+    let turns = if TURNS * close.len() <= affordable { TURNS } else { 1 };
+    (close, turns)
 }
 
 struct Stopwatch<F> {
@@ -170,9 +173,10 @@ fn at_once<F: FnMut(usize, usize) -> Result<f64>>(
 fn in_turns<F: FnMut(usize, usize) -> Result<f64>>(
     stopwatch: &mut Stopwatch<F>,
     candidates: &[(usize, f64)],
+    turns: usize,
 ) -> Result<Vec<(usize, f64)>> {
-    let mut times = vec![Vec::with_capacity(TURNS); candidates.len()];
-    for _ in 0..TURNS {
+    let mut times = vec![Vec::with_capacity(turns); candidates.len()];
+    for _ in 0..turns {
         for (times, (candidate, time)) in times.iter_mut().zip(candidates) {
             times.push(stopwatch.time(*candidate, launches(TURN_SECONDS, *time))?);
         }
@@ -277,9 +281,9 @@ mod tests {
 
     #[test]
     fn choice_takes_little_time_however_long_the_work_takes() {
-        let limits = [(1e-5, 0.01), (1e-4, 0.1), (3e-3, 0.32), (0.025, 1.2), (0.05, 1.3), (0.1, 2.6)];
+        let limits = [(1e-5, 0.01), (1e-4, 0.1), (3e-3, 0.32), (0.025, 0.95), (0.05, 1.1), (0.1, 2.1)];
         for (seconds, most) in limits {
-            for (is_warm, most) in [(true, most), (false, most + 0.11 + 3.0 * seconds)] {
+            for (is_warm, most) in [(true, most), (false, most + 0.07 + 3.0 * seconds)] {
                 let candidates = (0..32).map(|index| Some([seconds * (1.0 + 0.01 * f64::from(index)); 2]));
                 let mut gpu = Simulated { is_warm, ..Simulated::new(candidates) };
                 assert_eq!(gpu.choose(), Some(0));
