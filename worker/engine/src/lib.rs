@@ -4,6 +4,7 @@
 //!
 //! - `error`, `options`, `handles`, `profile`: arguments and results of calls;
 //! - [`cache`]: files that are computed once per machine; [`nvtx`]: named ranges for an attached profiler;
+//! - [`random`]: streams of random numbers, the same on every machine;
 //! - [`tensor`]: [`Tensor`] and [`Slice`], handles to memory of any device;
 //! - `cpu`, [`cuda`]: building blocks of operations on either device; CUDA kernels are compiled when it is opened;
 //! - `ops`: the operations ([`Op`]), one folder each, with the maths, arguments, both implementations and the kernel;
@@ -24,6 +25,7 @@ pub mod nvtx;
 mod ops;
 mod options;
 mod profile;
+pub mod random;
 pub mod tensor;
 #[doc(hidden)]
 pub mod testing;

@@ -84,12 +84,13 @@ impl Draw {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random::stream;
 
     const PLAIN: Sampling = Sampling { temperature: 1.0, top_k: None, top_p: 1.0 };
 
     /// Returns the share of draws of each of five tokens.
     fn shares(sampling: Sampling, logits: &[f32]) -> Vec<f64> {
-        let mut draw = Draw::new(sampling, Random::new(5, "test"));
+        let mut draw = Draw::new(sampling, stream(5, "test"));
         let mut counts = vec![0_u32; logits.len()];
         for _ in 0..20_000 {
             counts[draw.next(logits).unwrap() as usize] += 1;
@@ -122,7 +123,7 @@ mod tests {
     fn same_random_numbers_draw_the_same_and_others_differ() {
         let logits: Vec<f32> = (0..1000).map(|i| (i % 7) as f32 * 0.1).collect();
         let tokens = |seed, purpose| -> Vec<u32> {
-            let mut draw = Draw::new(PLAIN, Random::new(seed, purpose));
+            let mut draw = Draw::new(PLAIN, stream(seed, purpose));
             (0..20).map(|_| draw.next(&logits).unwrap()).collect()
         };
         assert_eq!(tokens(1, "a"), tokens(1, "a"));
@@ -132,7 +133,7 @@ mod tests {
 
     #[test]
     fn logits_that_are_not_finite_are_refused() {
-        let mut draw = Draw::new(PLAIN, Random::new(1, "test"));
+        let mut draw = Draw::new(PLAIN, stream(1, "test"));
         assert_eq!(draw.next(&[0.0, f32::NAN]), None);
         assert_eq!(draw.next(&[f32::NEG_INFINITY; 3]), None);
         assert_eq!(draw.next(&[f32::NEG_INFINITY, 1.0]), Some(1));

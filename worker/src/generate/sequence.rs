@@ -9,7 +9,7 @@ use super::score::Scored;
 use super::text::{Shown, StopText};
 use super::{Completion, FinishReason, Options, Request, Settings};
 use crate::model::decode::Row;
-use crate::random::Random;
+use crate::random::stream;
 
 /// Result of a batch for one request.
 #[derive(Clone, Debug, PartialEq)]
@@ -74,7 +74,7 @@ impl Sequence {
         decoder.skip(&request.tokens);
         let row = Row { slot, position: request.tokens.len(), token: 0 };
         // Random numbers do not depend on the prompt, so a prompt gives the same text alone and in a batch.
-        let random = Random::new(*seed, &format!("generate {}", request.sample));
+        let random = stream(*seed, &format!("generate {}", request.sample));
         let (draw, text) = (Draw::new(*sampling, random), StopText::new(stop));
         Self { number, row, draw, tokens: 0, characters: 0, decoder, text, started, request }
     }

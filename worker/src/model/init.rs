@@ -8,7 +8,7 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::layout::{Init, Parameters, Part};
-use crate::random::Random;
+use crate::random::{Random, stream};
 
 /// Generates the initial values on these threads. `sink` receives the offset in the arena and the values of one part at
 /// a time, in any order; values outside all parts are zero. An error returned by `sink` ends the generation.
@@ -19,19 +19,20 @@ pub fn generate<E: Send>(
     sink: impl Fn(usize, Vec<f32>) -> Result<(), E> + Sync,
 ) -> Result<(), E> {
     let fill = |Part { param, first, len }: Part<'_>| {
+        let mut random = stream(seed, &param.name);
+        random.skip(first as u64);
         let values = match param.init {
             Init::Zeros => return Ok(()),
             Init::Ones => vec![1.0; len],
             Init::Uniform(bound) => {
-                let mut random = Random::new(seed, &param.name);
-                random.skip(first as u64);
                 #[expect(clippy::cast_possible_truncation, reason = "rounding to f32 is intended")]
                 let value = |random: &mut Random| (2.0 * random.uniform() - 1.0) as f32 * bound;
                 (0..len).map(|_| value(&mut random)).collect()
             }
             Init::Normal(deviation) => {
-                let mut normal = Normal::at(seed, &param.name, first);
-                (0..len).map(|_| normal.next() * deviation).collect()
+                let mut values = vec![0.0; len];
+                random.fill_normal(&mut values, deviation);
+                values
             }
         };
         sink(param.range.start + first, values)
@@ -48,32 +49,6 @@ pub fn weights(layout: &Parameters, seed: u64, threads: &ThreadPool) -> Vec<f32>
         Ok::<_, Infallible>(())
     });
     arena.into_inner().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Generator of normally distributed numbers, in pairs, by the Box-Muller transform.
-struct Normal {
-    random: Random,
-    spare: Option<f32>,
-}
-
-impl Normal {
-    /// Starts at an even position of the stream: a pair consumes two random numbers and yields two normal ones.
-    fn at(seed: u64, name: &str, position: usize) -> Self {
-        assert!(position.is_multiple_of(2));
-        let mut random = Random::new(seed, name);
-        random.skip(position as u64);
-        Self { random, spare: None }
-    }
-
-    #[expect(clippy::cast_possible_truncation, reason = "rounding to f32 is intended")]
-    fn next(&mut self) -> f32 {
-        self.spare.take().unwrap_or_else(|| {
-            let radius = (-2.0 * self.random.uniform().ln()).sqrt();
-            let (sin, cos) = (std::f64::consts::TAU * self.random.uniform()).sin_cos();
-            self.spare = Some((radius * sin) as f32);
-            (radius * cos) as f32
-        })
-    }
 }
 
 #[cfg(test)]
@@ -113,9 +88,9 @@ mod tests {
         let arena = weights(&layout, 3, &threads(3));
         for param in &layout.params {
             let Init::Normal(deviation) = param.init else { continue };
-            let mut normal = Normal::at(3, &param.name, 0);
-            let values = &arena[param.stored()];
-            assert!(values.iter().all(|value| *value == normal.next() * deviation), "{}", param.name);
+            let mut values = vec![0.0; param.stored().len()];
+            stream(3, &param.name).fill_normal(&mut values, deviation);
+            assert_eq!(arena[param.stored()], values, "{}", param.name);
         }
         assert!(layout.params.iter().any(|param| param.stored().len() > 600_000), "more than two parts");
     }

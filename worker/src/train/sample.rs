@@ -17,7 +17,7 @@ use crate::generate::{Draw, Sampling};
 use crate::model::Model;
 use crate::model::decode::{Decoder, Row};
 use crate::phase;
-use crate::random::Random;
+use crate::random::stream;
 
 /// Temperatures below 1 favour likely tokens.
 const SAMPLING: Sampling = Sampling { temperature: 0.8, top_k: None, top_p: 1.0 };
@@ -75,7 +75,7 @@ impl Sampler {
         // A model may have more ids than its tokenizer; the excess ids have no text.
         let mut cache = Decoder::new(model, 1, capacity, self.tokenizer.vocab())?;
         let mut logits = vec![0.0; cache.vocab()];
-        let mut draw = Draw::new(SAMPLING, Random::new(self.seed, "sample"));
+        let mut draw = Draw::new(SAMPLING, stream(self.seed, "sample"));
         let mut ids = self.ids.clone();
         for index in 0..self.count {
             if stop_requested() {

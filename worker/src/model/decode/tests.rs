@@ -46,7 +46,7 @@ fn model(shape: &ModelShape) -> Model {
     let layout = layout::Layout::new(shape);
     let mut weights = init::weights(&layout, 3, &threads);
     // Weights are larger than at the start of training, and biases are not zero, so that logits differ.
-    let mut random = crate::random::Random::new(1, "test");
+    let mut random = crate::random::stream(1, "test");
     for weight in &mut weights {
         #[expect(clippy::cast_possible_truncation, reason = "test data")]
         let noise = (random.uniform() - 0.5) as f32;

@@ -1,7 +1,7 @@
 //! A checksum of the bits of a tensor, to compare copies of it on several devices.
 //!
-//! `checksum = sum over i of mix(words[i] ^ i GOLDEN) mod 2^64`, with the memory read as 32-bit words, and mix and
-//! GOLDEN of SplitMix64 (Steele et al., 2014). The sum does not depend on the order of its terms, so the result is the
+//! `checksum = sum over i of mix(words[i] ^ i INCREMENT) mod 2^64`, with the memory read as 32-bit words, and mix and
+//! INCREMENT of SplitMix64 (Steele et al., 2014). The sum does not depend on the order of its terms, so the result is the
 //! same for every number of threads and on every device. mix is a bijection, so a change of a single word always
 //! changes the sum.
 
@@ -12,6 +12,7 @@ use super::{Cuda, Op};
 use crate::cpu::{Access, Threads};
 use crate::cuda::{BLOCK_THREADS, KernelFile, Launch, Macro, args, expect, source};
 use crate::error::Result;
+use crate::random::{INCREMENT, mix};
 use crate::tensor::Slice;
 
 /// Digits of a checksum.
@@ -20,8 +21,6 @@ pub const CHECKSUM_DIGITS: usize = 4;
 const CHECKSUM_BLOCK: usize = 1 << 14;
 /// Most blocks of the first stage on a GPU: one partial sum per block, then their sum.
 const CHECKSUM_BLOCKS: usize = 1024;
-/// 2^64 divided by the golden ratio.
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("checksum/kernel.cu"),
@@ -80,11 +79,5 @@ fn words(x: Slice<'_>) -> usize {
 fn block_sum(first: usize, bytes: &[u8]) -> u64 {
     let words = bytes.as_chunks::<4>().0.iter().map(|word| u64::from(u32::from_ne_bytes(*word)));
     let indexed = words.zip(first as u64..);
-    indexed.fold(0, |sum, (word, i)| sum.wrapping_add(mix(word ^ i.wrapping_mul(GOLDEN))))
-}
-
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    indexed.fold(0, |sum, (word, i)| sum.wrapping_add(mix(word ^ i.wrapping_mul(INCREMENT))))
 }
