@@ -33,6 +33,7 @@ const FAIL_BINARY_VARIABLE: &str = "XLAUNCH_TEST_FAIL_BINARY";
 
 /// The package of the model checker's tests, which is not a part of the workspace.
 const LOOM: &str = "pool/loom/Cargo.toml";
+const LOOM_TARGET: &str = "target/loom";
 
 /// Lines that are repeated of a suite that ends without a list of failures.
 const LAST_LINES: usize = 40;
@@ -63,7 +64,7 @@ fn build(workspace: &Workspace) -> Result<Vec<Suite>, Error> {
     let mut others = cargo(&workspace.root);
     others.args(TEST).arg("--no-fail-fast");
     let mut loom = cargo(&workspace.root);
-    loom.args(["test", "--release", "--locked", "--manifest-path", LOOM]);
+    loom.args(["test", "--release", "--locked", "--manifest-path", LOOM, "--target-dir", LOOM_TARGET]);
     let mut suites = Vec::new();
     for (name, command) in [(WORKSPACE, others), ("loom", loom)] {
         let mut build = cargo(&workspace.root);
