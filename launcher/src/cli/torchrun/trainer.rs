@@ -45,6 +45,10 @@ pub(super) fn launch(reader: &Reader<'_>, config: &OsStr) -> Result<Launch, Stri
         None => None,
     };
     let nproc = reader.parsed("nproc-per-node", values::trainer_workers)?.flatten();
+    if reader.parsed("nproc-per-node", |text| Ok(text == "gpu"))? == Some(true) {
+        // Otherwise a node without GPUs would train on its CPU.
+        set.push("engine.device=\"cuda\"".into());
+    }
     let dry_run = reader.line.last("dry-run").is_some();
     Ok(Launch { config: config.into(), nproc, set, resume, dry_run })
 }
