@@ -236,7 +236,9 @@ fn not_a_script(argv: &[OsString]) -> String {
         return format!("{script} is a directory without __main__.py, which Python cannot run");
     }
     let others = if Path::new(&script).is_file() {
-        format!("`xlaunch -- python3 {script}` runs it as one, `xlaunch -- {script}` as a program")
+        // Programs without a slash are looked up in PATH.
+        let program = if script.contains('/') { script.clone() } else { format!("./{script}") };
+        format!("`xlaunch -- python3 {script}` runs it as one, `xlaunch -- {program}` as a program")
     } else {
         format!("`xlaunch -- {script}` runs a program, `xlaunch -m {script}` a Python module")
     };

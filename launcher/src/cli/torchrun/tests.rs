@@ -240,6 +240,7 @@ fn invalid_values_are_refused_with_what_was_expected() {
             "./a.out",
             "./a.out is neither a Python script nor a .toml file: `xlaunch -- ./a.out` runs a program",
         ),
+        ("build.rs", "`xlaunch -- python3 build.rs` runs it as one, `xlaunch -- ./build.rs` as a program"),
         (
             "statsu",
             "unknown subcommand `statsu`; did you mean `xlaunch status`? `xlaunch -- statsu` runs a program",
@@ -277,6 +278,14 @@ fn training_configurations_take_flags_before_and_after() {
             assert_eq!(launch.resume.as_deref(), Some("auto"));
         }
         other => panic!("{other:?}"),
+    }
+    // `cpu`, which Kubeflow sets on nodes without GPUs, and `auto` leave the device to the configuration.
+    for (nproc, set) in [("gpu", &["engine.device=\"cuda\""][..]), ("auto", &[]), ("cpu", &[])] {
+        let request = ask(Name::Xlaunch, &["--nproc", nproc, "a.toml"], &[]);
+        assert!(
+            matches!(&request, Ok(Request::Trainer(launch, None)) if launch.nproc.is_none() && launch.set == set),
+            "{nproc}: {request:?}"
+        );
     }
     let refusal = refused(Name::Xlaunch, "--tee 3 a.toml", &[]);
     assert!(
