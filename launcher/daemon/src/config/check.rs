@@ -32,8 +32,7 @@ pub(crate) fn check(path: Option<&Path>) -> Findings {
         Ok(config) => config,
         Err(error) => return Findings { errors: vec![error.to_string()], ..Findings::default() },
     };
-    let errors = hook_errors(path, &config).into_iter().chain(socket_errors(path, &config));
-    let errors = errors.map(|error| error.to_string()).collect();
+    let errors = path_errors(path, &config).iter().map(ToString::to_string).collect();
     let mut findings = Findings { errors, warnings: Vec::new() };
     let inventory = GpuMonitor::poll_once();
     findings.errors.extend(unknown_gpus(&config.jobs, &inventory));
@@ -51,8 +50,16 @@ pub(crate) fn check(path: Option<&Path>) -> Findings {
     findings
 }
 
+/// Returns an error for each hook that cannot run, and for each key that gives a socket too long a path. The daemon
+/// does not start with one.
+pub(crate) fn path_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
+    let mut errors = hook_errors(path, config);
+    errors.extend(socket_errors(path, config));
+    errors
+}
+
 /// Returns an error for each hook that cannot run.
-pub(crate) fn hook_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
+fn hook_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
     let HooksSection { prolog, epilog, on_end, .. } = &config.hooks;
     let hooks = [("hooks.prolog", prolog), ("hooks.epilog", epilog), ("hooks.on_end", on_end)];
     let problem = |(key, program): (&'static str, &Option<PathBuf>)| {
@@ -144,7 +151,7 @@ mod tests {
         let errors = |line: &str| {
             fs_err::write(&file, line.replace("] ", "]\n")).unwrap();
             let config = super::super::load(Some(&file)).unwrap();
-            socket_errors(Some(&file), &config).iter().map(ToString::to_string).collect::<Vec<_>>()
+            path_errors(Some(&file), &config).iter().map(ToString::to_string).collect::<Vec<_>>()
         };
         let long = |length: usize| format!("/{}", "x".repeat(length - 1));
         // A socket's path has at most 107 bytes, of which `/jobs/999999/agent/agent.sock` takes 29.

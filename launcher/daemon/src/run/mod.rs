@@ -70,7 +70,7 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     sys::close_inherited_on_exec(&[]);
     survive_file_size_limit().map_err(|error| internal(&error))?;
     let config = load(options)?;
-    if let Some(error) = check::hook_errors(options.config.as_deref(), &config).into_iter().next() {
+    if let Some(error) = check::path_errors(options.config.as_deref(), &config).into_iter().next() {
         return Err(error.into());
     }
     let running = App::open(options, config).await?.serve().await?;
