@@ -2,9 +2,11 @@
 //!
 //! A record is written completely or not at all: the rest of a failed write is truncated. Records that could not be
 //! written are queued in order until the next write. The queue is bounded; records that do not fit are counted as lost.
+//! A file that someone has deleted begins again.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use fs_err::{File, OpenOptions};
@@ -39,6 +41,10 @@ impl Appender {
 
     /// Opens the file, and creates it if necessary.
     pub(super) fn create(&mut self) -> io::Result<&mut File> {
+        let is_deleted = |file: &File| file.metadata().is_ok_and(|metadata| metadata.nlink() == 0);
+        if self.file.take_if(|file| is_deleted(file)).is_some() {
+            self.path.parent().map_or(Ok(()), fs_err::create_dir_all)?;
+        }
         match &mut self.file {
             Some(file) => Ok(file),
             none => {
@@ -123,13 +129,18 @@ mod tests {
     }
 
     #[test]
-    fn truncated_file_gets_no_hole() {
+    fn truncated_file_gets_no_hole_and_deleted_one_begins_again() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("records");
+        let run = dir.path().join("run");
+        fs_err::create_dir(&run).unwrap();
+        let path = run.join("records");
         let mut appender = Appender::new(path.clone());
         appender.append(b"first\n".into()).unwrap();
         File::create(&path).unwrap();
         appender.append(b"second\n".into()).unwrap();
-        assert_eq!(fs_err::read(path).unwrap(), b"second\n");
+        assert_eq!(fs_err::read(&path).unwrap(), b"second\n");
+        fs_err::remove_dir_all(run).unwrap();
+        appender.append(b"third\n".into()).unwrap();
+        assert_eq!(fs_err::read(path).unwrap(), b"third\n");
     }
 }
