@@ -199,6 +199,19 @@ impl RunDir {
     pub fn private(&self) -> Option<&Path> {
         self.entry.as_ref().map(Entry::path)
     }
+
+    /// Moves a file that outlives the run out of the private directory: beside it, with the run's name in front. Returns
+    /// its path.
+    pub(crate) fn keep(&self, file: PathBuf) -> PathBuf {
+        let kept = self.private().filter(|private| file.starts_with(private)).and_then(|private| {
+            let mut kept = private.as_os_str().to_owned();
+            kept.push("-");
+            kept.push(file.file_name()?);
+            fs_err::rename(&file, &kept).ok()?;
+            Some(PathBuf::from(kept))
+        });
+        kept.unwrap_or(file)
+    }
 }
 
 impl Drop for RunDir {
@@ -276,10 +289,15 @@ mod tests {
         let run = RunDir::for_command(&command("train"), "r", None, None).unwrap();
         assert_eq!(fs_err::metadata(&run.path).unwrap().permissions().mode() & 0o777, 0o700);
         assert!(run.socket.starts_with(&run.path) && run.private() == Some(&*run.path), "{run:?}");
-        fs_err::create_dir_all(run.logs.join("attempt_0/0")).unwrap();
+        let evidence = run.logs.join("attempt_0/0/hang.txt");
+        fs_err::create_dir_all(evidence.parent().unwrap()).unwrap();
+        fs_err::write(&evidence, "evidence").unwrap();
+        let kept = run.keep(evidence);
         let path = run.path.clone();
         drop(run);
         assert!(!path.exists());
+        assert_eq!(fs_err::read_to_string(&kept).unwrap(), "evidence", "unless it is to outlive the run");
+        fs_err::remove_file(kept).unwrap();
     }
 
     #[test]

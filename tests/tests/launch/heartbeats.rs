@@ -52,6 +52,11 @@ fn rank_whose_heartbeats_stop_is_named_and_the_job_restarts() {
     assert_eq!(run.code, 75, "{}", run.stderr);
     assert!(run.root_cause().contains("sent no heartbeat for "), "{}", run.stderr);
     assert!(run.consequences().contains("rank 0"), "{}", run.stderr);
+    // The launch's own directory is gone, but not the file that the report names.
+    let evidence = line(&run, "  evidence: ").trim_start().trim_start_matches("evidence: ");
+    let found = std::fs::read_to_string(evidence).unwrap_or_else(|error| panic!("{evidence}: {error}"));
+    assert!(found.contains("rank 1"), "{found}");
+    std::fs::remove_file(evidence).unwrap();
 }
 
 fn stack_of_hanging_python_rank_is_in_the_report() {

@@ -381,11 +381,16 @@ impl Driver<'_> {
     /// Adds to the ending what the driver has collected.
     fn finish(mut self, ending: Option<Box<Ending>>) -> Ending {
         let ending = ending.map_or_else(|| Ending::new(ExitCode::Internal), |ending| *ending);
-        let evidence = match ending.root {
+        let mut evidence = match ending.root {
             Some(_) if ending.of_kept_attempt => std::mem::take(&mut self.kept_evidence),
             Some(_) => self.all_evidence(),
             None => Vec::new(),
         };
+        // The report names the file.
+        let hung = ending.root.as_ref().filter(|root| root.hung).and_then(|root| root.rank);
+        if let Some(evidence) = hung.and_then(|rank| evidence.get_mut(rank as usize)) {
+            evidence.hang_file = evidence.hang_file.take().map(|file| self.run.keep(file));
+        }
         let board = self.board.borrow();
         let (status, peak_memory_bytes) = (board.reply(Instant::now(), true), board.peak_memory_bytes());
         let leads = self.membership.assignment().node_rank == 0;
