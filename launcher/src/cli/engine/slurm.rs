@@ -3,6 +3,8 @@
 //! A batch script has `SLURM_NNODES=N` and `SLURM_NODEID=0`, although it runs on one node only, so only `SLURM_STEP_*`
 //! are used. `SLURM_LAUNCH_NODE_IPADDR` is the host of `srun`, not that of node rank 0.
 
+use std::ops::Range;
+
 use xlaunch_host::process::Process;
 
 use super::{Allocation, Host, Sourced, check_place, hostlist, ports};
@@ -25,9 +27,12 @@ const VARIABLES: [&str; 9] = [
 
 pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
     let Some(job) = host.number::<u32>("SLURM_JOB_ID")? else { return Ok(None) };
+    // The components of a heterogeneous job have consecutive ids, of which tasks get the first.
+    let components = host.number::<u32>("SLURM_HET_SIZE")?.map_or(1, |size| size.value);
+    let jobs = job.value..job.value.saturating_add(components);
     let step = host.number::<u32>("SLURM_STEP_ID")?.filter(|step| {
         // `sbatch` and `salloc` pass on the variables of a step in which they run, such as `srun --pty bash`.
-        let is_inherited = |real: &str| !is_same_step(real, job.value, step.value);
+        let is_inherited = |real: &str| !is_same_step(real, &jobs, step.value);
         step.value < FIRST_SPECIAL_STEP && !host.slurm_step.is_some_and(is_inherited)
     });
     let Some(step) = step else { return outside_of_steps(host).map(|()| None) };
@@ -73,12 +78,12 @@ pub(super) fn step_of_this_process() -> Option<String> {
     Some(step.split_once(']')?.0.to_owned())
 }
 
-/// Returns whether `real` can be this step. Heterogeneous jobs have further parts in both ids.
-fn is_same_step(real: &str, job: u32, step: u32) -> bool {
+/// Returns whether `real` can be this step of one of these jobs. Heterogeneous jobs have further parts in both ids.
+fn is_same_step(real: &str, jobs: &Range<u32>, step: u32) -> bool {
     let Some((real_job, real_step)) = real.split_once('.') else { return true };
     let is_task = real_step.starts_with(|first: char| first.is_ascii_digit());
-    let may_be = |real: &str, id: u32| real.parse::<u32>().map_or(true, |real| real == id);
-    is_task && may_be(real_job, job) && may_be(real_step, step)
+    let may_be_in = |real: &str, ids: &Range<u32>| real.parse().map_or(true, |real: u32| ids.contains(&real));
+    is_task && may_be_in(real_job, jobs) && may_be_in(real_step, &(step..step.saturating_add(1)))
 }
 
 /// Refuses a launch outside of steps if the job has several nodes: a batch script or the shell of `salloc` runs on the

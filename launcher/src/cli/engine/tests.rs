@@ -74,6 +74,10 @@ fn variables_of_a_step_that_has_submitted_the_slurm_job_are_ignored() {
     for own in ["7.0", "7.0+1", "7+1.0", "unknown"] {
         assert!(detected_in(Some(own), &STEP).unwrap().is_some(), "{own}");
     }
+    // The second component of a heterogeneous job.
+    let component = [&STEP[..], &[("SLURM_HET_SIZE", "2")]].concat();
+    assert!(detected_in(Some("8.0"), &component).unwrap().is_some());
+    assert!(detected_in(Some("9.0"), &component).is_err());
     for other in ["7.batch", "7.interactive", "7.extern", "6.0", "7.1"] {
         let refusal = detected_in(Some(other), &STEP).unwrap_err();
         assert!(refusal.starts_with("this process is not a task of a Slurm step"), "{other}: {refusal}");
