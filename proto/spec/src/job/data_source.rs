@@ -1,6 +1,7 @@
 //! Sources of data: paths, or the weighted sources of a mixture.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::path::Path;
 
 use serde::de::{Error, MapAccess, Visitor};
@@ -11,6 +12,8 @@ use crate::invalid::Invalid;
 
 /// Maximum number of sources of a mixture.
 const MAX_SOURCES: usize = 1000;
+/// Weights of a mixture. Their sum is finite, and no source's share of it is rounded to zero.
+const WEIGHTS: RangeInclusive<f64> = 1e-100..=1e100;
 
 /// A path or glob, with its weight if it is part of a mixture.
 #[derive(Clone, Debug, PartialEq)]
@@ -108,15 +111,17 @@ pub(super) fn check(key: &'static str, sources: &[DataSource]) -> Result<(), Inv
     for DataSource { path, weight } in sources {
         let problem = match weight {
             None => format!("{path} has no weight, but other sources have"),
-            Some(weight) if !(weight.is_finite() && *weight > 0.0) => {
-                format!("{path} has the weight {weight}")
-            }
+            Some(weight) if !WEIGHTS.contains(weight) => format!("{path} has the weight {weight:?}"),
             Some(_) => continue,
         };
         return Err(Invalid::new(
             key,
             problem,
-            "a finite number above 0 for each source of a mixture".into(),
+            format!(
+                "a number from {:e} to {:e} for each source of a mixture",
+                WEIGHTS.start(),
+                WEIGHTS.end()
+            ),
         ));
     }
     for (index, DataSource { path, .. }) in sources.iter().enumerate() {
@@ -171,8 +176,8 @@ mod tests {
         };
         assert_eq!(problem(&[None, None]), None);
         assert_eq!(problem(&[Some(0.1), Some(30.0)]), None);
-        for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            let text = format!("b has the weight {weight}");
+        for weight in [0.0, -1.0, 1e-300, 1e300, f64::NAN, f64::INFINITY] {
+            let text = format!("b has the weight {weight:?}");
             assert_eq!(problem(&[Some(1.0), Some(weight)]), Some(text));
         }
         assert_eq!(problem(&[Some(1.0), None]).unwrap(), "b has no weight, but other sources have");
