@@ -155,7 +155,7 @@ impl Config {
 
 /// Initialisations that leave the weights of the model as they are. PEFT computes others, such as PiSSA, from these
 /// weights and subtracts them, also when it loads the adapter.
-const PLAIN_INITIALISATIONS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
+const PLAIN_INITIALISATIONS: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
 /// Problem of patterns of ranks and alphas.
 const DIFFERENT: &str = "ranks and alphas that differ between layers are not supported";

@@ -238,6 +238,10 @@ fn adapters_that_cannot_be_read_are_refused_with_the_key_of_their_configuration(
             "`base_model_name_or_path`: it does not name the model",
         ),
         (
+            r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "init_lora_weights": "mica"}"#,
+            "`base_model_name_or_path`: it does not name the model",
+        ),
+        (
             r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#,
             "`base_model_name_or_path`: it does not name the model",
         ),
