@@ -134,7 +134,7 @@ def main():
         for batch, concurrent in ((1, 1), (3, 4)):
             arguments = (
                 f"model={server.model},base_url={server.url}/completions,tokenizer_backend=huggingface,tokenizer={out},"
-                f"max_length={CONTEXT},num_concurrent={concurrent},max_retries=1"
+                f"max_length={CONTEXT},num_concurrent={concurrent},max_retries=1,add_bos_token=True"
             )
             ours = evaluate(folder, "local-completions", arguments, batch)
             for name in TASKS:
