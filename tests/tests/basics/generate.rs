@@ -238,6 +238,11 @@ fn eval_gives_the_validation_loss_of_training() {
     assert_eq!(run(&job, &prepare).code, 0);
     let none = eval(&["--data", "none"]);
     assert!(none.code == 65 && none.stderr.contains("none has no validation data"), "{}", none.stderr);
+    let prepare = ["data", "prepare", "--tokenizer", "gpt2", "--val", "0", "--output", "other", "text"];
+    assert_eq!(run(&job, &prepare).code, 0);
+    let other = eval(&["--data", "other"]);
+    assert_eq!(other.code, 65, "{}", other.stderr);
+    assert!(other.stderr.contains("other was prepared with tokenizer `gpt2` (hash "), "{}", other.stderr);
     // llm.c's header and ids.
     let header = [20_240_520, 1, 100].into_iter().chain([0; 253]).flat_map(i32::to_le_bytes);
     job.write("ids.bin", header.chain([0; 200]).collect::<Vec<u8>>());

@@ -101,10 +101,10 @@ impl Held {
                 )));
             }
             if !own.same_ids(&theirs) {
-                let (own, theirs) = (own.name(), theirs.name());
+                let [own, theirs] = [own, &theirs].map(Tokenizer::label);
                 return Err(refused(format!(
-                    "{dir} was prepared with tokenizer `{theirs}`, but the model has `{own}`: prepare the text with \
-                     the model's"
+                    "{dir} was prepared with tokenizer {theirs}, but the model has {own}: prepare the text with the \
+                     model's"
                 )));
             }
         }

@@ -179,6 +179,11 @@ impl Tokenizer {
     }
 
     /// Returns the highest id + 1.
+    /// Returns the name and the hash of the file, for messages: files of other tokenizers may have the same name.
+    pub fn label(&self) -> String {
+        format!("`{}` (hash {:.8})", self.name(), crate::hash(self.inner.json.as_bytes()))
+    }
+
     pub fn vocab(&self) -> usize {
         self.inner.tokens.ends.len()
     }
