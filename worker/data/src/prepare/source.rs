@@ -15,8 +15,8 @@ const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// A frame that is skipped, without its first byte, 0x50 to 0x5f. pzstd begins files with one.
 const ZSTD_SKIPPED_MAGIC: [u8; 3] = [0x2a, 0x4d, 0x18];
-/// Logarithm of the maximum window size, which is that of `zstd --long`.
-const MAX_ZSTD_WINDOW_LOG: u32 = 27;
+/// Logarithm of the maximum window size, 2 GiB, which is that of `zstd --long=31`.
+const MAX_ZSTD_WINDOW_LOG: u32 = 31;
 const READ_BUFFER_BYTES: usize = 256 << 10;
 
 /// Bytes at the start of a text from which its kind is detected.
