@@ -13,6 +13,7 @@
 //! - nothing read from a file is allocated before its size is checked.
 
 pub mod chat;
+pub mod foreign;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
 pub mod hub;

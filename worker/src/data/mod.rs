@@ -11,7 +11,6 @@
 mod batch;
 mod files;
 mod fingerprint;
-mod foreign;
 mod labels;
 mod loader;
 mod mixture;

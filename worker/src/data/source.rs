@@ -10,11 +10,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use xlaunch_data::foreign::{self, Foreign};
 use xlaunch_data::{Manifest, Shard, Split, shard};
 use xlaunch_spec::job::Tokenizer;
 
 use super::DataError;
-use super::foreign::{self, Foreign};
 use super::labels::Labels;
 use super::open::DataFile;
 

@@ -15,7 +15,8 @@ use side::{MaskReader, StartsReader};
 use crate::manifest::{Manifest, ManifestError, Shard, Split};
 use crate::shard::{self, HEADER_BYTES, Layout};
 use crate::{
-    MAX_TOKENIZER_BYTES, PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError, open_regular, read_regular,
+    MAX_TOKENIZER_BYTES, PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError, foreign, open_regular,
+    read_regular,
 };
 
 const READ_BYTES: usize = 1 << 20;
@@ -123,13 +124,17 @@ fn directory(dir: &Path) -> Result<Report, PrepareError> {
         part.supervised = split.supervised;
         Ok(part)
     };
-    Ok(Report {
-        path: dir.into(),
+    Ok(report(dir, &manifest, vec![part("train", &manifest.train)?, part("val", &manifest.val)?]))
+}
+
+fn report(path: &Path, manifest: &Manifest, parts: Vec<Part>) -> Report {
+    Report {
+        path: path.into(),
         tokenizer: Some(manifest.tokenizer.clone()),
         vocab: Some(manifest.vocab),
         end_of_text: manifest.end_of_text,
-        parts: vec![part("train", &manifest.train)?, part("val", &manifest.val)?],
-    })
+        parts,
+    }
 }
 
 fn scan_shard(
@@ -162,6 +167,20 @@ fn scan_shard(
 }
 
 fn token_file(path: &Path) -> Result<Report, PrepareError> {
+    let dir = path.parent().unwrap_or(Path::new(""));
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    // A manifest that does not list the file, or cannot be read, says nothing about it.
+    if let Ok(manifest) = Manifest::read(dir)
+        && let Some(shard) =
+            manifest.train.shards.iter().chain(&manifest.val.shards).find(|shard| shard.name == name)
+    {
+        let tokenizer = tokenizer(dir, &manifest)?;
+        let documents = Documents::of(&tokenizer).unless(manifest.chat.is_some());
+        let mut scan = Scan::new(Some(&tokenizer), documents, None);
+        scan_shard(dir, shard, &manifest, &mut scan)?;
+        let part = Part { verified: Some(true), ..scan.part(&name, 1)? };
+        return Ok(report(path, &manifest, vec![part]));
+    }
     let (file, layout, bytes) = open(path)?;
     let layout = match layout {
         Some(layout) => layout,
@@ -174,13 +193,12 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
             return Err(PrepareError::Data(format!("{}: not a token file: {reason}", path.display())));
         }
     };
-    let beside = path.parent().unwrap_or(Path::new("")).join(TOKENIZER_FILE);
+    let beside = dir.join(TOKENIZER_FILE);
     let tokenizer = if beside.exists() {
         Some(Tokenizer::from_file(&beside).map_err(unusable)?)
     } else {
         Some(Tokenizer::gpt2()).filter(|_| layout.width == 2)
     };
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
     let documents = tokenizer.as_ref().map_or(Documents::Unknown, Documents::of);
     let mut scan = Scan::new(tokenizer.as_ref(), documents, None);
     scan.file(path, file, layout, None)?;
@@ -225,6 +243,15 @@ fn open(path: &Path) -> Result<(File, Option<Layout>, u64), PrepareError> {
     io::Seek::rewind(&mut file).map_err(failed)?;
     let layout = shard::layout(&head, bytes)
         .map_err(|error| PrepareError::Data(format!("{}: {error}", path.display())))?;
+    if layout.is_none()
+        && let Some(found) = foreign::not_ids(&head)
+    {
+        return Err(PrepareError::Data(format!(
+            "{}: not a token file: it is {}",
+            path.display(),
+            found.what
+        )));
+    }
     Ok((file, layout, bytes))
 }
 
@@ -268,8 +295,11 @@ mod tests {
         assert_eq!((train.verified, report.parts[1].tokens), (Some(true), 0));
         // A document that starts in the previous shard does not count as one of the file.
         let file = inspect(&dir.path().join("out/train_000001.bin")).unwrap();
-        assert_eq!((file.parts[0].documents, file.parts[0].verified), (Some(16), None));
+        assert_eq!((file.parts[0].documents, file.parts[0].verified), (Some(16), Some(true)));
         assert_eq!(file.tokenizer.as_deref(), Some("gpt2"));
+        fs_err::remove_file(dir.path().join("out/manifest.json")).unwrap();
+        let file = inspect(&dir.path().join("out/train_000001.bin")).unwrap();
+        assert_eq!((file.parts[0].documents, file.parts[0].verified), (Some(16), None));
     }
 
     #[test]
@@ -279,12 +309,17 @@ mod tests {
         let train = &report.parts[0];
         assert_eq!((train.documents, train.tokens, train.lengths), (Some(2), 11, None));
         assert_eq!(train.samples, ["firstsecond"]);
+        // As with `--eot none`: the tokenizer alone would say that documents start with an id.
+        let dir = prepared(Tokenizer::gpt2().with_end_of_text(None), "first\nsecond\n");
+        let shard = inspect(&dir.path().join("out/train_000001.bin")).unwrap();
+        assert_eq!((shard.end_of_text, shard.parts[0].documents), (None, None));
     }
 
     #[test]
-    fn empty_files_and_odd_sizes_are_not_token_files() {
+    fn text_empty_files_and_odd_sizes_are_not_token_files() {
         let dir = tempfile::tempdir().unwrap();
-        for (contents, reason) in [(&b""[..], "it is empty"), (b"abc", "16-bit")] {
+        let text = b"{\"text\": \"some words\"}\n";
+        for (contents, reason) in [(&b""[..], "it is empty"), (b"abc", "16-bit"), (text, "it is text")] {
             let path = dir.path().join("file");
             fs_err::write(&path, contents).unwrap();
             let error = inspect(&path).unwrap_err();

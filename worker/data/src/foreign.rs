@@ -3,10 +3,10 @@
 //! Every byte of any file is a valid token. Without these checks a model would train on an archive, or on text read as
 //! 16-bit ids, and only its loss would reveal it.
 
-use xlaunch_data::shard;
+use crate::shard;
 
 /// Number of bytes of a file that are examined.
-pub(super) const HEAD_BYTES: usize = 16 << 10;
+pub const HEAD_BYTES: usize = 16 << 10;
 /// Text has at most one NUL in this many bytes. Files of ids below 256, and UTF-16, have many more.
 const NUL_SHARE: usize = 64;
 /// Minimum number of bytes for telling files of ids from others.
@@ -42,13 +42,15 @@ const FORMATS: [(&[u8], &str, &str); 16] = [
 
 /// Actual kind of a file, and a remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Foreign {
-    pub(super) what: &'static str,
-    pub(super) remedy: &'static str,
+pub struct Foreign {
+    /// Description, such as "a gzip archive".
+    pub what: &'static str,
+    /// Advice for `[data]` of a job.
+    pub remedy: &'static str,
 }
 
 /// Returns the kind of a file of `bytes` bytes that starts with `head`, if it is not text.
-pub(super) fn not_text(head: &[u8], bytes: u64) -> Option<Foreign> {
+pub fn not_text(head: &[u8], bytes: u64) -> Option<Foreign> {
     if let Some(known) = known_format(head) {
         return Some(known);
     }
@@ -63,7 +65,7 @@ pub(super) fn not_text(head: &[u8], bytes: u64) -> Option<Foreign> {
 }
 
 /// Returns the kind of a file that starts with `head` and has no header, if it does not contain 16-bit ids.
-pub(super) fn not_ids(head: &[u8]) -> Option<Foreign> {
+pub fn not_ids(head: &[u8]) -> Option<Foreign> {
     if let Some(known) = known_format(head) {
         return Some(known);
     }
