@@ -62,9 +62,7 @@ impl Settings {
         if let Some(line) = settings.warning() {
             note(&line);
         }
-        if let Some(line) = settings.tokenizer.class_warning() {
-            note(&line);
-        }
+        settings.tokenizer.loading_warnings().iter().for_each(|line| note(line));
         Ok((source, settings))
     }
 

@@ -103,9 +103,7 @@ fn resolve(options: Prepare) -> Result<Options, QueryError> {
         let help = "help: expected bytes, gpt2, a tokenizer.json or its directory";
         usage(format!("--tokenizer: {error}\n{help}"))
     })?;
-    if let Some(warning) = tokenizer.class_warning() {
-        print_note(&warning);
-    }
+    tokenizer.loading_warnings().iter().for_each(|warning| print_note(warning));
     let chat = if options.chat {
         let templates =
             Templates::find(&options.tokenizer, options.chat_template.as_deref()).map_err(usage)?;

@@ -39,26 +39,43 @@ const QWEN2_REGEX: &str = concat!(
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
 
+/// What `AutoTokenizer` of `transformers` 5 does with a tokenizer, according to the files next to it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Loading {
+    /// The class that replaces parts of the file.
+    pub(super) class: Option<&'static str>,
+    /// Whether that class puts a space before a text; `None` for its default.
+    pub(super) add_prefix_space: Option<bool>,
+    /// True if special tokens in prompts and chats are encoded as text.
+    pub(super) split_special_tokens: bool,
+}
+
 impl Tokenizer {
-    /// Returns a warning if the class that `AutoTokenizer` of `transformers` 5 loads this tokenizer as may give other
-    /// ids.
-    pub fn class_warning(&self) -> Option<String> {
-        self.replaced_by().map(|class| {
+    /// Returns warnings if `AutoTokenizer` of `transformers` 5 may give other ids.
+    pub fn loading_warnings(&self) -> Vec<String> {
+        let class = self.replaced_by().map(|class| {
             format!(
                 "warning: `AutoTokenizer` of transformers 5 loads this tokenizer as `{class}`, which replaces its \
                  pre-tokenizer, and may give other ids than here\nhelp: load it with `PreTrainedTokenizerFast`"
             )
-        })
+        });
+        let split = self.loading.split_special_tokens.then(|| {
+            "warning: `AutoTokenizer` of transformers 5 encodes special tokens in prompts and chats as text, as \
+             `split_special_tokens` of tokenizer_config.json asks for; here they become ids\nhelp: remove that key"
+                .to_owned()
+        });
+        class.into_iter().chain(split).collect()
     }
 
     /// Returns the class that `AutoTokenizer` of `transformers` 5 loads this tokenizer as, if that gives other ids.
     fn replaced_by(&self) -> Option<&'static str> {
-        self.class.filter(|class| self.is_changed_by(class))
+        self.loading.class.filter(|class| self.is_changed_by(class))
     }
 
     /// Returns whether this class replaces parts of the tokenizer by others.
     pub fn is_changed_by(&self, class: &str) -> bool {
-        serde_json::from_str(&self.inner.json).is_ok_and(|file| changes(class, &file))
+        let prefix = self.loading.add_prefix_space;
+        serde_json::from_str(&self.inner.json).is_ok_and(|file| changes(class, &file, prefix))
     }
 }
 
@@ -79,11 +96,12 @@ pub(super) fn loaded(declared: Option<&str>, model_type: Option<&str>) -> Option
     }
 }
 
-/// Returns whether this class replaces parts of the file by others.
-fn changes(class: &str, file: &Map<String, Value>) -> bool {
+/// Returns whether this class replaces parts of the file by others. `add_prefix_space`: see [`Loading`].
+fn changes(class: &str, file: &Map<String, Value>, add_prefix_space: Option<bool>) -> bool {
     let byte_level = |use_regex| {
         json!({
-            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex
+            "type": "ByteLevel", "add_prefix_space": add_prefix_space == Some(true), "trim_offsets": true,
+            "use_regex": use_regex
         })
     };
     let split =
@@ -98,11 +116,13 @@ fn changes(class: &str, file: &Map<String, Value>) -> bool {
         {
             return false;
         }
-        // Whether it writes a prefix depends on other files, from which `transformers` wrote this one.
         "LlamaTokenizer" | "CodeLlamaTokenizer" => {
             let is_metaspace =
                 own_pre_tokenizer["type"] == "Metaspace" && own_pre_tokenizer["split"] == false;
-            return !own_normalizer.is_null() || !is_metaspace;
+            let has_prefix = own_pre_tokenizer["prepend_scheme"] != "never";
+            return !own_normalizer.is_null()
+                || !is_metaspace
+                || has_prefix != add_prefix_space.unwrap_or(true);
         }
         // Its pre-tokenizer splits at spaces, of which its normalizer leaves none.
         "GemmaTokenizer" => {
@@ -146,6 +166,11 @@ fn comparable(part: &Value) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Returns whether a class changes a file whose neighbours do not set `add_prefix_space`.
+    fn changes(class: &str, file: &Map<String, Value>) -> bool {
+        super::changes(class, file, None)
+    }
 
     #[test]
     fn classes_that_replace_parts_of_a_file_are_found() {
@@ -205,6 +230,9 @@ mod tests {
                 assert_eq!(changes(class, file), expected, "{class}: {file:?}");
             }
         }
+        for (prefix, is_changed) in [(None, false), (Some(true), false), (Some(false), true)] {
+            assert_eq!(super::changes("LlamaTokenizer", &saved_by_5, prefix), is_changed, "{prefix:?}");
+        }
         assert_eq!(loaded(Some("LlamaTokenizerFast"), Some("llama")), Some("LlamaTokenizer"));
         assert_eq!(loaded(Some("LlamaTokenizer"), Some("mistral")), None);
         assert_eq!(loaded(None, Some("gemma2")), Some("GemmaTokenizer"));
@@ -225,5 +253,12 @@ mod tests {
         assert_eq!(class(), None);
         write("config.json", &json!({"model_type": "qwen2"}));
         assert_eq!(class(), Some(QWEN2_CLASS));
+        fs_err::write(dir.path().join("tokenizer.json"), Tokenizer::gpt2().to_json()).unwrap();
+        write("config.json", &json!({"model_type": "gpt2"}));
+        assert_eq!(class(), None);
+        write("tokenizer_config.json", &json!({"add_prefix_space": true, "split_special_tokens": true}));
+        let warnings = Tokenizer::from_file(&dir.path().join("tokenizer.json")).unwrap().loading_warnings();
+        assert!(warnings[0].contains("as `GPT2Tokenizer`"), "{warnings:?}");
+        assert!(warnings[1].contains("`split_special_tokens`"), "{warnings:?}");
     }
 }

@@ -6,7 +6,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::{TokenizerError, classes};
+use super::TokenizerError;
+use super::classes::{self, Loading};
 
 /// Size limit of these files. Chat templates have up to 100 KB.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -70,12 +71,17 @@ impl Files {
         declared
     }
 
-    /// Returns the class that replaces parts of the tokenizer in Python's `transformers`.
-    pub(super) fn class(&self) -> Option<&'static str> {
+    /// Returns how Python's `transformers` loads the tokenizer.
+    pub(super) fn loading(&self) -> Loading {
         let [_, model] = &self.model;
         let declared = self.config.get("tokenizer_class").or_else(|| model.get("tokenizer_class"));
         let model_type = model.get("model_type").and_then(Value::as_str);
-        classes::loaded(declared.and_then(Value::as_str), model_type)
+        let flag = |key: &str| self.config.get(key).and_then(Value::as_bool);
+        Loading {
+            class: classes::loaded(declared.and_then(Value::as_str), model_type),
+            add_prefix_space: flag("add_prefix_space"),
+            split_special_tokens: flag("split_special_tokens") == Some(true),
+        }
     }
 
     /// Returns the added tokens that these files declare.

@@ -26,6 +26,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
+use classes::Loading;
 pub use classes::QWEN2_CLASS;
 use config::{AddedToken, Declared};
 pub(crate) use config::{Files, named_tokens};
@@ -55,8 +56,8 @@ static BYTES: LazyLock<Tokenizer> = LazyLock::new(Tokenizer::open_bytes);
 pub struct Tokenizer {
     inner: Arc<Inner>,
     end_of_text: Option<u32>,
-    /// The class that replaces parts of the file for its directory.
-    class: Option<&'static str>,
+    /// The files next to it decide how `transformers` loads it.
+    loading: Loading,
 }
 
 struct Inner {
@@ -161,7 +162,7 @@ impl Tokenizer {
         }
         let files = Files::read(dir)?;
         Self::named(&name, &json, &files.added_tokens(), &|added| files.ids(added))
-            .map(|tokenizer| Self { class: files.class(), ..tokenizer })
+            .map(|tokenizer| Self { loading: files.loading(), ..tokenizer })
             .map_err(|reason| TokenizerError::Format { name: path.display().to_string(), reason })
     }
 
@@ -178,12 +179,12 @@ impl Tokenizer {
         &self.inner.name
     }
 
-    /// Returns the highest id + 1.
     /// Returns the name and the hash of the file, for messages: files of other tokenizers may have the same name.
     pub fn label(&self) -> String {
         format!("`{}` (hash {:.8})", self.name(), crate::hash(self.inner.json.as_bytes()))
     }
 
+    /// Returns the highest id + 1.
     pub fn vocab(&self) -> usize {
         self.inner.tokens.ends.len()
     }
@@ -410,7 +411,7 @@ impl Tokenizer {
         let Declared { eos, bos } = declared(&added);
         let encoder = Some(Encoder { fast, exact, cuts, long: OnceLock::new() });
         let inner = Inner { name: name.into(), tokens, added, prefix, declared_bos: bos, json, encoder };
-        Ok(Self { inner: Arc::new(inner), end_of_text: eos.or(end_of_text), class: None })
+        Ok(Self { inner: Arc::new(inner), end_of_text: eos.or(end_of_text), loading: Loading::default() })
     }
 
     fn open_bytes() -> Self {
@@ -426,7 +427,7 @@ impl Tokenizer {
             json: gpt2::bytes_json(),
             encoder: None,
         };
-        Self { inner: Arc::new(inner), end_of_text: None, class: None }
+        Self { inner: Arc::new(inner), end_of_text: None, loading: Loading::default() }
     }
 
     #[expect(clippy::panic, reason = "the ranks are part of the program, and a test reads them")]
