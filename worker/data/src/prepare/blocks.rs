@@ -10,6 +10,7 @@ use std::sync::Arc;
 use memchr::memmem::Finder;
 
 use super::PrepareError;
+use super::rows::REFUSED;
 use super::source::Source;
 use crate::tokenizer::cuts::{Cuts, LONGEST_PIECE, character_start};
 
@@ -68,6 +69,8 @@ pub(super) struct Blocks {
     delimiter: Option<Finder<'static>>,
     buffer: Vec<u8>,
     continues: bool,
+    /// True if the source is within a line that is too long.
+    skips_line: bool,
     offset: u64,
     line: u64,
     read: u64,
@@ -88,6 +91,7 @@ impl Blocks {
             delimiter,
             buffer: Vec::new(),
             continues: false,
+            skips_line: false,
             offset: 0,
             line: 1,
             read: 0,
@@ -96,6 +100,11 @@ impl Blocks {
 
     /// Returns the next block; `None` at the end.
     pub(super) fn next(&mut self) -> Result<Option<Block>, PrepareError> {
+        if self.skips_line {
+            self.skip()?;
+            // Between parts of a long line, the reader finds out whether more blocks are wanted.
+            return Ok(Some(self.take(0, false)));
+        }
         let (mut limit, mut min) = (BLOCK_BYTES, if self.continues { 0 } else { HASHED_BYTES });
         loop {
             self.source.read(limit.saturating_sub(self.buffer.len()), &mut self.buffer)?;
@@ -112,9 +121,10 @@ impl Blocks {
             let text = &self.buffer[..self.buffer.len() - partial];
             if matches!(*self.form, Form::Json | Form::Table) {
                 if limit >= MAX_JSON_LINE_BYTES {
-                    let at = self.form.place(&self.source.label, self.line);
-                    let reason = format!("{at}: longer than {} MiB", MAX_JSON_LINE_BYTES >> 20);
-                    return Err(PrepareError::Data(reason));
+                    // The reason takes the place of the line.
+                    let reason = format!("{REFUSED}longer than {} MiB\n", MAX_JSON_LINE_BYTES >> 20);
+                    (self.buffer, self.skips_line) = (reason.into_bytes(), true);
+                    return Ok(Some(self.take(self.buffer.len(), false)));
                 }
                 limit *= 2;
                 continue;
@@ -129,6 +139,16 @@ impl Blocks {
             min = text.len() - 1;
             limit = (limit * 2).min(LONGEST_PIECE + 1 + partial);
         }
+    }
+
+    /// Skips a part of a line that is too long. Keeps what follows the line.
+    fn skip(&mut self) -> Result<(), PrepareError> {
+        self.buffer.clear();
+        self.source.read(BLOCK_BYTES, &mut self.buffer)?;
+        let end = memchr::memchr(b'\n', &self.buffer).map(|at| at + 1);
+        self.skips_line = end.is_none() && !self.buffer.is_empty();
+        self.buffer.drain(..end.unwrap_or(self.buffer.len()));
+        Ok(())
     }
 
     /// Returns the end of the last delimiter in the buffer. Delimiters do not overlap: they are searched from the

@@ -249,8 +249,12 @@ fn wrong_text_is_refused_with_its_place() {
     let error = prepared("a.jsonl", many.as_bytes()).error();
     assert!(error.contains("a.jsonl:100001: "), "{error}");
     let huge = [b"{\"text\": \"".as_slice(), &b"a".repeat(65 << 20)].concat();
-    let error = prepared("a.jsonl", &huge).error();
-    assert!(error.contains("a.jsonl:1: longer than 64 MiB"), "{error}");
+    let mut huge = prepared("a.jsonl", &[&huge, b"\"}\n\"b\"\n".as_slice()].concat());
+    assert!(huge.error().contains("a.jsonl:1: longer than 64 MiB"), "{}", huge.error());
+    huge.options.on_error = OnError::Skip;
+    let (manifest, notes) = huge.run().unwrap();
+    assert_eq!((huge.texts(&manifest.train), manifest.skipped), (vec!["b".into()], 1));
+    assert!(notes[1].contains("a.jsonl:1: longer than 64 MiB"), "{notes:?}");
 }
 
 #[test]
