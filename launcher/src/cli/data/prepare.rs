@@ -34,8 +34,8 @@ pub(in crate::cli) struct Prepare {
     /// Directory to write; must be new, empty, or left by an interrupted preparation
     #[arg(long, value_name = "DIR")]
     output: PathBuf,
-    /// Where documents end in text files: at the end of the file, of each line, or at a separator (may contain \n and
-    /// \t)
+    /// Where documents end in text files: at the end of the file, of each line, or at a separator (may contain \n,
+    /// \r and \t)
     #[arg(long, value_name = "file|line|SEPARATOR", default_value = "file")]
     documents: String,
     /// Field or column with the text in JSON, CSV and Parquet; if given, inputs of unknown type are read as JSONL
@@ -126,7 +126,11 @@ fn resolve(options: Prepare) -> Result<Options, QueryError> {
         documents: match options.documents.as_str() {
             "file" => Documents::File,
             "line" => Documents::Line,
-            separator => Documents::Separator(separator.replace("\\n", "\n").replace("\\t", "\t")),
+            separator => {
+                let escapes = [("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t")];
+                let written = |text: String, (escape, character)| text.replace(escape, character);
+                Documents::Separator(escapes.into_iter().fold(separator.to_owned(), written))
+            }
         },
         field: options.field,
         chat,

@@ -60,7 +60,8 @@ pub(super) fn run(
     let waiting = Mutex::new(waiting);
     thread::scope(|scope| {
         let (budget, waiting, encoder) = (&budget, &waiting, &encoder);
-        let reader = Reader { options, budget, work, done: done.clone() };
+        let separators = Separators::default();
+        let reader = Reader { options, budget, work, done: done.clone(), separators };
         let thread = |name: &str| thread::Builder::new().name(name.into());
         for number in 0..options.threads {
             let done = done.clone();
@@ -95,10 +96,47 @@ struct Reader<'a> {
     budget: &'a Budget,
     work: SyncSender<(u64, Block)>,
     done: Sender<Numbered>,
+    separators: Separators,
+}
+
+/// Findings about the separator of documents in inputs of text.
+#[derive(Default)]
+struct Separators {
+    has_text: bool,
+    found: bool,
+    has_windows_lines: bool,
+}
+
+impl Separators {
+    fn search(&mut self, block: &Block) {
+        let Form::Text { delimiter } = &*block.form else { return };
+        self.has_text = true;
+        let has = |text: &[u8]| memchr::memmem::find(&block.bytes, text).is_some();
+        self.found = self.found || has(delimiter);
+        self.has_windows_lines |= !self.found && has(b"\r\n");
+    }
+
+    /// Returns a note about a separator that does not occur.
+    fn note(&self, documents: &Documents) -> Option<String> {
+        let Documents::Separator(text) = documents else { return None };
+        if self.found || !self.has_text {
+            return None;
+        }
+        let windows = text.replace('\r', "").replace('\n', "\r\n");
+        let help = if self.has_windows_lines && windows != *text {
+            format!("; for lines that end as on Windows, use --documents '{}'", windows.escape_debug())
+        } else {
+            String::new()
+        };
+        Some(format!(
+            "the separator `{}` does not occur: each text is one document{help}",
+            text.escape_debug()
+        ))
+    }
 }
 
 impl Reader<'_> {
-    fn run(self, inputs: Vec<Input>) {
+    fn run(mut self, inputs: Vec<Input>) {
         let mut number = 0;
         for input in inputs {
             match self.read(&input, &mut number) {
@@ -110,10 +148,13 @@ impl Reader<'_> {
                 }
             }
         }
+        if let Some(note) = self.separators.note(&self.options.documents) {
+            let _ = self.done.send((number, Ok(Done::Note(note))));
+        }
     }
 
     /// Reads an input. Returns false if no more blocks are wanted.
-    fn read(&self, input: &Input, number: &mut u64) -> Result<bool, PrepareError> {
+    fn read(&mut self, input: &Input, number: &mut u64) -> Result<bool, PrepareError> {
         let (source, form) = self.open(input)?;
         let label = source.label.clone();
         if matches!(form, Form::Text { .. }) && kind::may_be_json(input, source.head()) {
@@ -129,6 +170,7 @@ impl Reader<'_> {
         let mut empty = true;
         while let Some(block) = blocks.next()? {
             empty = false;
+            self.separators.search(&block);
             if !self.budget.take(block.bytes.len()) || self.work.send((*number, block)).is_err() {
                 return Ok(false);
             }

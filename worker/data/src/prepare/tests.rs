@@ -285,6 +285,21 @@ fn inputs_without_text_are_noted() {
 }
 
 #[test]
+fn separator_that_does_not_occur_is_noted() {
+    let notes = |separator: &str, text: &str| {
+        let mut prepared = Prepared::new(Tokenizer::gpt2()).with("a.txt", "a").with("b.txt", text);
+        prepared.options.documents = Documents::Separator(separator.into());
+        prepared.run().unwrap().1
+    };
+    let windows = "b\r\n\r\nc\r\n";
+    assert_eq!(notes("\r\n\r\n", windows), [] as [String; 0]);
+    let missing = "the separator `\\n\\n` does not occur: each text is one document";
+    let help = "; for lines that end as on Windows, use --documents '\\r\\n\\r\\n'";
+    assert_eq!(notes("\n\n", windows), [format!("{missing}{help}")]);
+    assert_eq!(notes("\n\n", "b\nc\n"), [missing]);
+}
+
+#[test]
 fn json_without_a_name_is_read_as_text_with_a_note() {
     let mut prepared = Prepared::new(Tokenizer::gpt2()).with("63", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n");
     let (manifest, notes) = prepared.run().unwrap();
