@@ -3,12 +3,14 @@
 
 use std::path::PathBuf;
 
+use rustix::process::Signal;
 use xlaunch_tests::{Job, Output};
 
 xlaunch_harness::tests! {
     step_that_is_not_finite_ends_the_job_and_leaves_the_checkpoint_of_the_last_good_step,
     skipped_steps_are_reported_and_ten_in_a_row_end_the_job,
     step_with_a_bad_batch_is_skipped_and_its_checkpoint_is_saved_after_the_next_good_step,
+    job_is_stopped_with_a_checkpoint_after_a_skipped_step,
     last_step_of_a_job_is_not_skipped,
     validation_loss_that_is_not_finite_ends_the_job,
     weights_that_overflow_are_not_saved;
@@ -155,6 +157,20 @@ fn step_with_a_bad_batch_is_skipped_and_its_checkpoint_is_saved_after_the_next_g
             checkpoints(&job).iter().filter_map(|path| path.file_name().map(ToOwned::to_owned)).collect();
         assert_eq!(saved, ["step-00000005", "step-00000008"], "{ranks} ranks, sharded {sharded}");
     }
+}
+
+fn job_is_stopped_with_a_checkpoint_after_a_skipped_step() {
+    let (job, resume) = trained_for_four_steps();
+    let init = exploded_weights(&job, &resume);
+    // Steps that take long enough to be interrupted before training counts as diverged.
+    let settings = [&init, "train.nonfinite=skip", "train.steps=20", "train.accumulate=50"];
+    let settings = SETTINGS.iter().chain(&settings).flat_map(|setting| ["--set", setting]);
+    let run = job.spawn(&["--nproc", "2"].into_iter().chain(settings).collect::<Vec<_>>());
+    run.wait_for_stderr("step 1/20  skipped");
+    run.signal(Signal::INT);
+    let run = run.wait();
+    assert_eq!(run.code, 143, "{}", run.stderr);
+    assert_eq!(checkpoints(&job).len(), 1, "{}", run.stderr);
 }
 
 fn last_step_of_a_job_is_not_skipped() {

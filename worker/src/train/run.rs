@@ -112,9 +112,7 @@ impl Run<'_> {
         let mut requested = Requests::default();
         let mut next = None;
         let mut since = Instant::now();
-        while step < self.spec.train.steps
-            && !((requested.stop || self.stops_early()) && next.is_none() && !self.skips.is_skipping())
-        {
+        while step < self.spec.train.steps && !((requested.stop || self.stops_early()) && next.is_none()) {
             let current = match next.take() {
                 Some(current) => current,
                 None => {
@@ -220,8 +218,8 @@ impl Run<'_> {
     }
 
     /// Does the work that is due after `step` completed steps. No step may be in flight. Returns whether a checkpoint
-    /// remains to be saved: none is saved after a skipped step, as the weights that led to it may be useless even if
-    /// they are finite.
+    /// remains to be saved: after a skipped step, only the last one is, as the weights that led to it may be useless even
+    /// if they are finite.
     fn between_steps(&mut self, step: u64, requested: Requests) -> Result<bool> {
         if let Some(dir) = self.pool_trace.take() {
             self.write_pool_trace(dir)?;
@@ -249,7 +247,7 @@ impl Run<'_> {
         if self.checkpoints.is_none() || !saves {
             return Ok(false);
         }
-        if self.skips.is_skipping() {
+        if self.skips.is_skipping() && !last {
             return Ok(true);
         }
         let start = Instant::now();

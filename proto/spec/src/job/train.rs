@@ -190,7 +190,8 @@ pub enum NonFinite {
     /// The job fails with exit code 1 and is not restarted. No checkpoint is saved.
     Stop,
     /// The step is skipped: weights and optimizer state do not change, while schedule, bias correction and data
-    /// advance. After 10 consecutive skipped steps, or if the last step of the job is skipped, the same as stop.
+    /// advance. A checkpoint that is due is saved after the next step that is not skipped, or when the job is stopped.
+    /// After 10 consecutive skipped steps, or if the last step of the job is skipped, the same as stop.
     Skip,
 }
 
