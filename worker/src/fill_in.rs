@@ -48,10 +48,6 @@ pub fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
             path.clone_into(init);
         }
         weights.fill_in(spec).map_err(FillInError::Invalid)?;
-        if spec.lora.is_on() && weights.shape().is_some() {
-            let modules = spec.model.resolve().and_then(|shape| spec.lora.modules(&shape));
-            modules.map_err(FillInError::Invalid)?;
-        }
     }
     let prepared = Prepared::all("data.train", &spec.data.train)?;
     if let Some((first, others)) = prepared.split_first() {

@@ -200,10 +200,13 @@ pub fn preflight_dry_run(spec: &JobSpec, world: u32) -> Result<Preflight, Refusa
 fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusal> {
     // Checks the launcher's environment. The workers check the variable again, because a job of the daemon has its own.
     fail::check().map_err(WorkerError::Setting)?;
-    // The configuration was checked when it was read, but the number of workers is known only now.
-    spec.check().map_err(usage)?;
-    spec.check_experts(world as usize).map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
+    // The configuration was checked when it was read, but the number of workers is known only now, and a file of
+    // weights does not complete the model.
+    let mut complete = spec.clone();
+    complete.model.complete(&shape);
+    complete.check().map_err(usage)?;
+    spec.check_experts(world as usize).map_err(usage)?;
     let dataset = weights::dataset(spec, &shape)?;
     let data = dataset.train.fingerprint().map_err(WorkerError::from)?;
     let mut ready = Preflight { data: [("train", data.clone())].into(), ..Preflight::default() };
@@ -422,6 +425,14 @@ mod tests {
             );
         }
         assert!(warnings("*").is_empty());
+    }
+
+    #[test]
+    fn keys_that_a_file_of_weights_leaves_open_have_the_values_of_the_default_model() {
+        let mut spec = JobSpec::default();
+        (spec.checkpoint.init, spec.comm.experts) = (Some("model.safetensors".into()), 2);
+        let message = preflight_data(&spec, 2).unwrap_err().message;
+        assert!(message.starts_with("comm.experts: the model has no experts"), "{message}");
     }
 
     #[test]

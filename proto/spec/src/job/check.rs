@@ -108,16 +108,16 @@ impl JobSpec {
         ))
     }
 
-    /// Checks the model. Sizes that come from initial weights are checked once they are known.
+    /// Checks the model. With keys that come from initial weights, it is checked once they are known.
     fn check_model(&self) -> Result<(), Invalid> {
-        let model = match self.model.resolve() {
-            Err(_) if self.checkpoint.init.is_some() && self.model.has_open_sizes() => return Ok(()),
-            resolved => resolved?,
-        };
+        if self.checkpoint.init.is_some() && self.model.has_open_sizes() {
+            return Ok(());
+        }
+        let model = self.model.resolve()?;
         self.check_divided_experts(&model)?;
         sizes::check(self, &model)?;
         self.lr_scale.check_model(&model)?;
-        if self.lora.is_on() && !self.model.has_open_sizes() {
+        if self.lora.is_on() {
             self.lora.modules(&model)?;
         }
         if self.data.tokenizer == Tokenizer::Bytes && model.vocab < 256 {
@@ -150,6 +150,7 @@ impl JobSection {
 mod tests {
     use super::*;
     use crate::job::TrainSection;
+    use crate::model::Arch;
 
     #[test]
     fn check_names_the_key_of_an_invalid_value() {
@@ -199,12 +200,19 @@ mod tests {
 
     #[test]
     fn sizes_that_are_still_to_be_read_from_weights_are_not_compared_with_the_default_model() {
-        let mut spec = JobSpec::default();
-        spec.model.kv_heads = Some(3);
-        assert_eq!(spec.check().unwrap_err().key, "model.kv_heads");
-        spec.checkpoint.init = Some("model".into());
-        assert_eq!(spec.check(), Ok(()));
-        spec.model.preset = Some("byte-tiny".into());
-        assert_eq!(spec.check().unwrap_err().key, "model.kv_heads");
+        let changes: [(&str, fn(&mut JobSpec)); 3] = [
+            ("model.kv_heads", |spec| spec.model.kv_heads = Some(3)),
+            ("lr_scale.head", |spec| (spec.model.arch, spec.lr_scale.head) = (Some(Arch::Gpt2), 3.0)),
+            ("comm.experts", |spec| spec.comm.experts = 2),
+        ];
+        for (key, change) in changes {
+            let mut spec = JobSpec::default();
+            change(&mut spec);
+            assert_eq!(spec.check().unwrap_err().key, key);
+            spec.checkpoint.init = Some("model".into());
+            assert_eq!(spec.check(), Ok(()));
+            spec.model.preset = Some("byte-tiny".into());
+            assert_eq!(spec.check().unwrap_err().key, key);
+        }
     }
 }
