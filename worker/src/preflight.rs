@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::job::{DataSource, Invalid, JobSpec, LoraSection, TrainSection};
+use xlaunch_spec::job::{DataSource, Invalid, JobSpec, TrainSection};
 use xlaunch_spec::lineage::Fingerprint;
 use xlaunch_spec::model::{ModelSection, ModelShape};
 use xlaunch_spec::refusal::Refusal;
@@ -240,9 +240,7 @@ fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusa
         ready.warnings.extend(rows_as_text(&spec.data.train));
     }
     ready.warnings.extend(inherited_ffn(&spec.model, &shape));
-    if !spec.lora.is_on() && spec.lora != LoraSection::default() {
-        ready.warnings.push("[lora] has no effect: lora.rank is 0, so all weights are trained".into());
-    }
+    ready.warnings.extend(spec.without_effect(&shape));
     // Checkpoints contain the tokenizer even if no text is sampled.
     dataset.tokenizer.load().map_err(WorkerError::from)?;
     let layout = Layout::of_job(spec, &shape).map_err(usage)?;

@@ -1,8 +1,12 @@
 //! The rules between the values of a job.
 
-use super::{Device, JobSection, JobSpec, Precision, Schedule, Tokenizer, WireDtype, data_source, sizes};
+use super::{
+    Device, JobSection, JobSpec, LoraSection, MuonSection, Optimizer, Precision, Schedule, Tokenizer,
+    TrainSection, WireDtype, data_source, sizes,
+};
 use crate::command::MAX_NPROC;
 use crate::invalid::{Invalid, positive, positive_in_fp32, within};
+use crate::model::ModelShape;
 
 impl JobSpec {
     /// Checks all rules that depend only on the values, and returns the first violation.
@@ -87,6 +91,52 @@ impl JobSpec {
         Ok(())
     }
 
+    /// Returns a warning for each setting that has no effect on a job with this model.
+    pub fn without_effect(&self, model: &ModelShape) -> Vec<String> {
+        let (section, train) = (&self.model, &self.train);
+        // Initial weights set all keys of the model.
+        let sets = |is_set: bool| is_set && self.checkpoint.init.is_none();
+        let (default, dense) = (TrainSection::default(), model.experts == 0);
+        let no_experts = "the model has no experts";
+        let (aux, z) = (train.router_aux_loss_coef, train.router_z_loss_coef);
+        // The setting, whether it is set without effect, and the reason.
+        let settings = [
+            (
+                "[lora]",
+                self.lora != LoraSection::default() && !self.lora.is_on(),
+                "lora.rank is 0, so all weights are trained",
+            ),
+            (
+                "[muon]",
+                self.muon != MuonSection::default() && train.optimizer != Optimizer::Muon,
+                "train.optimizer is not \"muon\"",
+            ),
+            (
+                "train.decay_steps",
+                train.decay_steps.is_some() && train.schedule != Schedule::Wsd,
+                "train.schedule is not \"wsd\"",
+            ),
+            (
+                "checkpoint.keep_best",
+                self.checkpoint.keep_best != 0 && train.eval_every == 0,
+                "train.eval_every is 0, so no checkpoint has a validation loss",
+            ),
+            ("train.router_aux_loss_coef", dense && aux != default.router_aux_loss_coef, no_experts),
+            ("train.router_z_loss_coef", dense && z != default.router_z_loss_coef, no_experts),
+            (
+                "train.router_bias_rate",
+                !model.router_bias && train.router_bias_rate != default.router_bias_rate,
+                "model.router_bias is false",
+            ),
+            ("model.experts_per_token", dense && sets(section.experts_per_token.is_some()), no_experts),
+            ("model.router", dense && sets(section.router.is_some()), no_experts),
+            ("model.normalise", dense && sets(section.normalise.is_some()), no_experts),
+            ("model.routed_scale", dense && sets(section.routed_scale.is_some()), no_experts),
+        ];
+        let idle = settings.into_iter().filter(|(_, idle, _)| *idle);
+        idle.map(|(setting, _, reason)| format!("{setting} has no effect: {reason}")).collect()
+    }
+
     /// Checks that a decay set by the user fits after the warm-up. The default decay is shortened instead.
     pub fn check_schedule(&self) -> Result<(), Invalid> {
         let train = &self.train;
@@ -149,7 +199,6 @@ impl JobSection {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::TrainSection;
     use crate::model::Arch;
 
     #[test]
@@ -195,6 +244,47 @@ mod tests {
                 ..JobSpec::default()
             };
             assert_eq!(spec.check().unwrap_err().key, "train.epochs", "{epochs}");
+        }
+    }
+
+    #[test]
+    fn settings_without_effect_are_named_with_the_reason() {
+        let warnings = |changes: &[fn(&mut JobSpec)]| {
+            let mut spec = JobSpec::default();
+            changes.iter().for_each(|change| change(&mut spec));
+            spec.without_effect(&spec.model.resolve().unwrap())
+        };
+        assert!(warnings(&[]).is_empty());
+        let moe = |s: &mut JobSpec| s.model.experts = Some(4);
+        type Change = fn(&mut JobSpec);
+        let cases: [(&str, Change, Change); 7] = [
+            ("[lora]", |s| s.lora.alpha = Some(32.0), |s| s.lora.rank = 8),
+            ("[muon]", |s| s.muon.lr = 0.1, |s| s.train.optimizer = Optimizer::Muon),
+            ("train.decay_steps", |s| s.train.decay_steps = Some(9), |s| s.train.schedule = Schedule::Wsd),
+            (
+                "checkpoint.keep_best",
+                |s| (s.checkpoint.keep_best, s.train.eval_every) = (1, 0),
+                |s| {
+                    s.train.eval_every = 5;
+                },
+            ),
+            ("train.router_aux_loss_coef", |s| s.train.router_aux_loss_coef = 0.1, moe),
+            (
+                "train.router_bias_rate",
+                |s| s.train.router_bias_rate = 0.1,
+                |s| {
+                    (s.model.experts, s.model.router_bias) = (Some(4), Some(true));
+                },
+            ),
+            ("model.experts_per_token", |s| s.model.experts_per_token = Some(2), moe),
+        ];
+        for (setting, change, effect) in cases {
+            let found = warnings(&[change]);
+            assert!(
+                found.len() == 1 && found[0].starts_with(&format!("{setting} has no effect: ")),
+                "{found:?}"
+            );
+            assert!(warnings(&[change, effect]).is_empty(), "{setting}");
         }
     }
 
