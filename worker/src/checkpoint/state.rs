@@ -189,9 +189,15 @@ impl State {
         if before != now {
             changes.refused.push(format!("data.documents was {before}, is now {now}"));
         }
-        let new = serde_json::to_value(spec).unwrap_or_default();
-        for section in ["train", "muon", "comm", "engine"] {
-            compare(section, &self.spec[section], &new[section], &mut changes.others);
+        // A run without a warm-up of its own has that of the run that it continues.
+        let (mut saved, mut new) = (self.spec.clone(), serde_json::to_value(spec).unwrap_or_default());
+        for spec in [&mut saved, &mut new] {
+            if let Some(warmup) = spec.pointer_mut("/train/warmup").filter(|warmup| warmup.is_null()) {
+                *warmup = self.warmup.into();
+            }
+        }
+        for section in new.as_object().into_iter().flat_map(|sections| sections.keys()) {
+            compare(section, &saved[section], &new[section], &mut changes.others);
         }
         changes.others.extend(self.changed_rate(&spec.train));
         changes
@@ -236,18 +242,25 @@ impl State {
     }
 }
 
-/// Beginnings of the names of keys that are compared separately, or that may change at any time because they do not
-/// affect the training.
-const NOT_COMPARED: [&str; 9] = [
-    "train.optimizer",
-    "train.batch",
-    "train.accumulate",
-    "train.warmup",
-    "train.sample",
-    "train.eval_",
-    "muon.owners",
+/// Beginnings of the names of keys that are compared separately, or that may change at any time because they affect
+/// neither training nor evaluation.
+const NOT_COMPARED: [&str; 16] = [
+    "checkpoint.",
+    "data.documents",
+    "data.shuffle",
+    "data.train",
     "engine.memory_limit_mb",
     "engine.pool",
+    "job.",
+    "launch.",
+    "lora.",
+    "model.",
+    "muon.owners",
+    "observe.",
+    "train.accumulate",
+    "train.batch",
+    "train.optimizer",
+    "train.sample",
 ];
 
 /// Lists the keys of a section whose values differ, except those that are [`NOT_COMPARED`].
@@ -312,8 +325,19 @@ mod tests {
         let other = Fingerprint { tokens: 101, hash: "b".into() };
         assert!(saved.changes(&spec, 2, &other).refused[0].contains("the training data was 100 tokens"));
 
+        let others = |change: fn(&mut JobSpec)| {
+            let mut spec = spec.clone();
+            change(&mut spec);
+            saved.changes(&spec, 2, &data).others.join("; ")
+        };
+        assert_eq!(others(|spec| spec.lr_scale.head = 0.0), "lr_scale.head was 1.0, is now 0.0");
+        assert_eq!(others(|spec| spec.train.eval_every = 7), "train.eval_every was 250, is now 7");
+        assert_eq!(others(|spec| spec.train.eval_tokens = 9), "train.eval_tokens was 0, is now 9");
+        assert!(others(|spec| spec.train.warmup = Some(9)).starts_with("train.warmup was 5, is now 9"));
+        assert_eq!(others(|spec| (spec.train.warmup, spec.train.sample) = (Some(5), 0)), "");
+
         let mut spec = spec.clone();
-        (spec.train.lr, spec.train.eval_every) = (0.5, 7);
+        spec.train.lr = 0.5;
         assert_eq!(saved.changes(&spec, 2, &data).others, ["train.lr was 0.001, is now 0.5"]);
         let steps = spec.train.steps;
         spec.train.steps *= 2;
