@@ -34,6 +34,8 @@ pub struct Preflight {
     pub complete: Option<String>,
     /// Number of steps of the job, with those of the runs that it continues.
     pub steps: u64,
+    /// Number of tokens of all these steps.
+    pub tokens: u64,
     /// Number of tokens of an epoch, with padding.
     pub epoch_tokens: u64,
     /// The data, by split.
@@ -98,11 +100,11 @@ impl Planned {
                 "data source {name}: {share:.2} % of the sequences, {epochs:.2} epochs of {rows} sequences"
             )
         };
-        let usage =
-            self.train.usage(used.saturating_add(steps.saturating_sub(step).saturating_mul(per_step)));
-        ready.notes.extend(usage.into_iter().map(note));
+        let sequences = used.saturating_add(steps.saturating_sub(step).saturating_mul(per_step));
+        ready.notes.extend(self.train.usage(sequences).into_iter().map(note));
         ready.warnings.extend(spec.train.short_warmup().filter(|_| spec.train.epochs.is_some()));
         ready.steps = steps;
+        ready.tokens = sequences.saturating_mul(self.shape.seq as u64);
         Ok(())
     }
 }

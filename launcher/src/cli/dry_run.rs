@@ -15,6 +15,7 @@ use super::launch::{self, Launch};
 use super::output::answer;
 use xlaunch_agent::stderr::print_line;
 use xlaunch_spec::quantities::{bytes_text, count_text};
+use xlaunch_worker::Preflight;
 use xlaunch_worker::dry_run::{self, Memory, Saving};
 use xlaunch_worker::error::WorkerError;
 
@@ -76,7 +77,7 @@ fn report(launch: &Launch, group: Option<&Nodes>) -> Result<(String, ExitCode), 
     let (needed, savings) = needs(&spec, target).map_err(Refusal::from)?;
     spec.train.steps = checks.steps;
     let host = plan_host(&spec, target, &needed, checks.state_bytes);
-    let text = text(&spec, target, checks.epoch_tokens, &needed, &savings, &host);
+    let text = text(&spec, target, &checks, &needed, &savings, &host);
     let fits = target.limit.is_none_or(|limit| needed.total() <= limit) && host.is_ok();
     Ok((text, if fits { ExitCode::Done } else { ExitCode::Usage }))
 }
@@ -109,7 +110,7 @@ fn plan_host(
 fn text(
     spec: &JobSpec,
     target: Target,
-    tokens: u64,
+    checks: &Preflight,
     needed: &Memory,
     savings: &[Saving],
     host: &Result<Option<MemoryPlan>, String>,
@@ -135,16 +136,16 @@ fn text(
         );
     }
     let per_step = needed.tokens as f64 * f64::from(target.ranks());
-    let all = per_step * spec.train.steps as f64;
-    let epochs = all / (tokens as f64).max(1.0);
-    line("steps", spec.train.steps.to_string());
+    let (all, epoch) = (checks.tokens as f64, checks.epoch_tokens as f64);
+    let epochs = all / epoch.max(1.0);
+    line("steps", checks.steps.to_string());
     line(
         "tokens",
         format!(
             "{} a step, {} in all, {epochs:.2} epochs of {}",
             count_text(per_step),
             count_text(all),
-            count_text(tokens as f64)
+            count_text(epoch)
         ),
     );
     let rows = [

@@ -151,8 +151,15 @@ fn epochs_are_passes_over_the_data_for_any_number_of_ranks_and_after_a_resume() 
     run(&constant, &["--resume=saved/step-00000003"]);
     assert_eq!(job.losses().len(), 11);
     // On one rank, 58 sequences are 15 steps of four.
-    let resumed = run(&constant, &["--resume=saved/step-00000003", "--nproc", "1"]);
-    assert!(resumed.stderr.contains("train.steps was 3, is now 18"), "{}", resumed.stderr);
+    let on_one_rank = ["--resume=saved/step-00000003", "--nproc", "1"];
+    let planned = run(&constant, &[&on_one_rank[..], &["--dry-run"]].concat()).stdout;
+    assert!(planned.contains(" 128 a step, 2.69K in all, 2.05 epochs of 1.31K\n"), "{planned}");
+    let resumed = run(&constant, &on_one_rank);
+    for text in
+        ["train.steps was 3, is now 18", " 18 steps of 128 tokens: 2.69K tokens, 2.05 epochs of 1.31K"]
+    {
+        assert!(resumed.stderr.contains(text), "{text} in {}", resumed.stderr);
+    }
     assert_eq!(job.losses().len(), 18);
     let state = std::fs::read(job.path().join("saved/step-00000018/state.json")).unwrap();
     assert_eq!(serde_json::from_slice::<Value>(&state).unwrap()["sequences"], 24 + 15 * 4);

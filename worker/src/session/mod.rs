@@ -129,7 +129,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         .map_err(report)?;
 
     let loader = start_loader(spec, &shape, &dataset, environment, start.sequences).map_err(report)?;
-    let started = train_started(spec, &trainer, &division, &device, &dataset, start.step);
+    let started = train_started(spec, &trainer, &division, &device, &dataset, &start);
     if rank == 0 {
         control.report(Report::TrainStarted(started));
     }
@@ -420,11 +420,13 @@ fn train_started(
     division: &Division,
     device: &OpenDevice,
     dataset: &Dataset,
-    first_step: u64,
+    start: &Start,
 ) -> TrainStarted {
+    let steps = spec.train.steps.saturating_sub(start.step);
+    let sequences = trainer.stepper.sequences_per_step().saturating_mul(steps);
     TrainStarted {
         parameters: trainer.model.layout.parameters_of_all() as u64,
-        first_step,
+        first_step: start.step,
         total_steps: spec.train.steps,
         tokens_per_step: trainer.stepper.tokens_per_step(),
         train_tokens: dataset.train.rows() * trainer.model.shape.seq as u64,
@@ -432,6 +434,10 @@ fn train_started(
         device_name: device.backend.device().name.clone(),
         precision: device.precision.name().into(),
         sharded: division.sharded().into(),
+        total_tokens: start
+            .sequences
+            .saturating_add(sequences)
+            .saturating_mul(trainer.model.shape.seq as u64),
     }
 }
 

@@ -212,8 +212,8 @@ impl Progress {
 /// that are sharded across ranks.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 fn job_line(started: &TrainStarted) -> String {
-    let TrainStarted { parameters, total_steps, tokens_per_step, train_tokens, .. } = started;
-    let tokens = *total_steps as f64 * *tokens_per_step as f64;
+    let TrainStarted { parameters, total_steps, tokens_per_step, train_tokens, total_tokens, .. } = started;
+    let tokens = *total_tokens as f64;
     let epochs = tokens / (*train_tokens).max(1) as f64;
     format!(
         "xlaunch: {} parameters, {total_steps} steps of {} tokens: {} tokens, {epochs:.2} epochs of {}{}",
@@ -282,6 +282,7 @@ mod tests {
             total_steps: 1000,
             tokens_per_step: 65_536,
             train_tokens: 40_000_000,
+            total_tokens: 65_536_000,
             ..Default::default()
         };
         let expected =
@@ -289,6 +290,10 @@ mod tests {
         assert_eq!(job_line(&started), expected);
         let sharded = TrainStarted { sharded: "optimizer".into(), ..started.clone() };
         assert_eq!(job_line(&sharded), format!("{expected}; optimizer sharded"));
+        // Some of the steps had a smaller batch.
+        let continued = TrainStarted { total_tokens: 40_000_000, ..started.clone() };
+        let line = job_line(&continued);
+        assert!(line.ends_with("1000 steps of 65.5K tokens: 40.0M tokens, 1.00 epochs of 40.0M"), "{line}");
 
         let mut progress = Progress::new(false);
         progress.started(&started);
