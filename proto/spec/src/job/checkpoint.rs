@@ -22,8 +22,9 @@ pub struct CheckpointSection {
     pub memory: MemorySnapshots,
     /// Action if a checkpoint cannot be saved. If the final checkpoint cannot be saved, the job always fails.
     pub on_error: OnSaveError,
-    /// Number of newest checkpoints to keep; older ones of this run, and of the runs that it continues, are deleted. 0
-    /// keeps all. A checkpoint whose directory is renamed to `step-<N>.keep` is neither counted nor deleted.
+    /// Number of newest checkpoints to keep; older ones of this run are deleted. In `dir`, so are those of the runs
+    /// that it continues; without `dir`, they stay in the directories of their runs. 0 keeps all. A checkpoint whose
+    /// directory is renamed to `step-<N>.keep` is neither counted nor deleted.
     pub keep: usize,
     /// Keep checkpoints whose step is a multiple of this number, in addition to the newest. 0 turns this off.
     pub keep_every: u64,
