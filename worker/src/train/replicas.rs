@@ -71,3 +71,14 @@ pub(super) fn survey(
     collective.check()?;
     Ok(Survey { finite: totals[0].is_finite(), busy: totals[1] > 0.0 })
 }
+
+/// Returns whether `flag` is true on any rank. Every rank calls it.
+pub(super) fn any(backend: &BackendHandle, flag: bool, collective: &mut dyn Collective) -> Result<bool> {
+    let total = backend.alloc(DType::F32, 1)?;
+    backend.write_f32(total.all(), &[f32::from(u8::from(flag))])?;
+    collective.run(Operation::AllReduce { buckets: vec![total.lend(0..1)], dtype: DType::F32 })?;
+    let mut flags = [0.0];
+    backend.read_f32(total.all(), &mut flags)?;
+    collective.check()?;
+    Ok(flags[0] > 0.0)
+}

@@ -18,7 +18,7 @@ use xlaunch_spec::job::{JobSpec, TrainSection};
 use super::checkpoints::{Checkpoints, Position};
 use super::compare::compare_replicas;
 use super::evaluate::Evaluator;
-use super::replicas::{Survey, survey};
+use super::replicas::{Survey, any, survey};
 use super::sample::Sampler;
 use super::step::{PendingStep, Requests, Stepper};
 use super::trace::{self, Tracer};
@@ -109,6 +109,10 @@ impl Run<'_> {
         if let Some(val_loss) = self.unsaved.take() {
             self.save(step, val_loss, step >= self.spec.train.steps || self.stops_early())?;
         }
+        if step > 0 && self.samples_after(step) && !self.stops_early() {
+            // A stop may have kept the earlier run from sampling this step. If not, the text is the same.
+            self.sample(step)?;
+        }
         let mut requested = Requests::default();
         let mut next = None;
         let mut since = Instant::now();
@@ -140,7 +144,7 @@ impl Run<'_> {
             requested.checkpoint |= requests.checkpoint;
             step += 1;
             if next.is_none() {
-                requested.checkpoint = self.between_steps(step, requested)?;
+                requested = self.between_steps(step, requested)?;
             }
         }
         self.tracer.finish()?;
@@ -217,18 +221,20 @@ impl Run<'_> {
         step == self.first_step && self.pool_trace.is_some()
     }
 
-    /// Does the work that is due after `step` completed steps. No step may be in flight. Returns whether a checkpoint
-    /// remains to be saved: after a skipped step, only the last one is, as the weights that led to it may be useless even
-    /// if they are finite.
-    fn between_steps(&mut self, step: u64, requested: Requests) -> Result<bool> {
+    /// Does the work that is due after `step` completed steps. No step may be in flight. Returns whether training stops
+    /// now, and whether a checkpoint remains to be saved: after a skipped step, only the last one is saved, as the
+    /// weights that led to it may be useless even if they are finite.
+    fn between_steps(&mut self, step: u64, mut requested: Requests) -> Result<Requests> {
         if let Some(dir) = self.pool_trace.take() {
             self.write_pool_trace(dir)?;
         }
         let is_due = self.saves_after(step);
         let evaluates = self.evaluates_after(step);
+        let samples = self.samples_after(step);
         let mut last = step == self.spec.train.steps || requested.stop;
-        // An evaluation may show that this step is the best, or the last.
-        let may_save = is_due || requested.checkpoint || last || evaluates && self.spec.train.patience != 0;
+        // An evaluation may show that this step is the best, or the last, and a stop may end a sample.
+        let may_save =
+            is_due || requested.checkpoint || last || samples || evaluates && self.spec.train.patience != 0;
         let compares = self.checkpoints.is_some() && may_save && self.spec.observe.check_every != 0;
         if self.compares_after(step) || compares {
             let _span = trace::span(Phase::AllReduce);
@@ -239,16 +245,16 @@ impl Run<'_> {
             let _span = trace::span(Phase::Evaluation);
             val_loss = self.evaluate(step)?;
         }
-        last |= self.stops_early();
-        if self.samples_after(step) && !self.stops_early() {
-            self.sample(step)?;
+        if samples && !self.stops_early() {
+            requested.stop |= self.sample(step)?;
         }
+        last |= requested.stop || self.stops_early();
         let saves = is_due || requested.checkpoint || last || self.is_best(step);
         if self.checkpoints.is_none() || !saves {
-            return Ok(false);
+            return Ok(Requests { checkpoint: false, ..requested });
         }
         if self.skips.is_skipping() && !last {
-            return Ok(true);
+            return Ok(Requests { checkpoint: true, ..requested });
         }
         let start = Instant::now();
         let begun = self.save(step, val_loss, last)?;
@@ -258,7 +264,7 @@ impl Run<'_> {
             self.control.report(Report::CheckpointSkipped(CheckpointSkipped { step, skipped }));
         }
         // A requested checkpoint is saved as soon as the previous one is written.
-        Ok(!begun && requested.checkpoint)
+        Ok(Requests { checkpoint: !begun && requested.checkpoint, ..requested })
     }
 
     /// Saves a checkpoint. Returns false, on every rank, if any rank is still writing the previous one.
@@ -449,12 +455,15 @@ impl Run<'_> {
         self.first_sequence + (step - self.first_step) * self.stepper.sequences_per_step()
     }
 
-    /// Samples and reports a text on rank 0, unless the job is to stop. The other ranks wait for rank 0 in the next
-    /// step.
-    fn sample(&mut self, step: u64) -> Result<()> {
+    /// Samples and reports a text on rank 0, unless the job is to stop. The other ranks wait for rank 0. Returns, on
+    /// every rank, whether the job is to stop: then it ends at this step, and the run that continues it samples the
+    /// text.
+    fn sample(&mut self, step: u64) -> Result<bool> {
         self.optimizer.gather(self.model, self.collective)?;
-        let Some(sampler) = self.sampler else { return Ok(()) };
-        sampler.report(self.model, self.control, step).map(drop)
+        let report = |sampler: &Sampler| sampler.report(self.model, self.control, step);
+        let stops = self.sampler.map(report).transpose()?.is_some_and(|text| text.is_none());
+        let _span = trace::span(Phase::AllReduce);
+        any(self.backend, stops, self.collective)
     }
 }
 

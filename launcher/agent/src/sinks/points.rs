@@ -80,7 +80,7 @@ impl Points {
     }
 
     /// Truncates the file before the first point after `last_step`.
-    fn rewind(&mut self, last_step: u64) -> io::Result<()> {
+    pub(super) fn rewind(&mut self, last_step: u64) -> io::Result<()> {
         let end = first_after(self.file.path(), last_step)?;
         self.file.cut(end, |line| step_of(line).is_some_and(|step| step <= last_step))
     }

@@ -29,12 +29,17 @@ impl ReportSink for Samples {
     fn report(&mut self, report: &RankReport) -> io::Result<()> {
         match &report.report {
             Report::TrainStarted(started) => self.points.begin(started.first_step),
-            Report::Sample(sample) => self.points.append(&json!({
-                "_step": sample.step,
-                "_timestamp": clock::unix().as_secs_f64(),
-                "prompt": sample.prompt,
-                "text": sample.text,
-            })),
+            Report::Sample(sample) => {
+                // A run that resumes at this step repeats its text.
+                let rewound = self.points.rewind(sample.step.saturating_sub(1));
+                let point = json!({
+                    "_step": sample.step,
+                    "_timestamp": clock::unix().as_secs_f64(),
+                    "prompt": sample.prompt,
+                    "text": sample.text,
+                });
+                self.points.append(&point).and(rewound)
+            }
             _ => Ok(()),
         }
     }

@@ -77,8 +77,8 @@ pub struct TrainSection {
     /// Number of tokens (bytes with the byte tokenizer) of text to sample from the model and print after training.
     /// Needs a prepared directory or `data.tokenizer = "bytes"`. 0 turns sampling off.
     pub sample: usize,
-    /// Steps between samples during training, which are written to `samples.jsonl` in the run's directory. 0 samples
-    /// after training only.
+    /// Steps between samples during training, which are written to `samples.jsonl` in the run's directory. A run that
+    /// resumes at such a step begins with its sample. 0 samples after training only.
     pub sample_every: u64,
     /// Text that samples continue. Default: a line of the evaluation data.
     pub sample_prompt: String,
