@@ -131,16 +131,43 @@ pub(super) fn set_aside(error: WorkerError, spec: &JobSpec, job: &GetJobReply) -
     match error {
         WorkerError::Checkpoint(error @ CheckpointError::Damaged { .. }) if !is_named => {
             // Another rank may have renamed it already, or may be doing so now.
-            let own = directory::mark_damaged(path).ok();
-            let renamed = own.or_else(|| directory::marked_damaged(path).filter(|_| !path.exists()));
-            match renamed {
-                Some(renamed) => WorkerError::SetAside(format!("{error}; renamed to {}", renamed.display())),
-                None => error.into(),
+            match (directory::mark_damaged(path), directory::marked_damaged(path)) {
+                (Ok(renamed), _) => {
+                    WorkerError::SetAside(format!("{error}; renamed to {}", renamed.display()))
+                }
+                (Err(_), Some(renamed)) if !path.exists() => {
+                    // This rank may have missed files only because they were renamed.
+                    let error = directory::state(&renamed).err().unwrap_or(error);
+                    let renamed = renamed.display();
+                    WorkerError::SetAside(format!("{error}; another rank has renamed it to {renamed}"))
+                }
+                _ => error.into(),
             }
         }
         WorkerError::Checkpoint(error @ CheckpointError::DamagedMemory { .. }) => {
             WorkerError::SetAside(error.to_string())
         }
         error => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::testing::save;
+
+    #[test]
+    fn damage_is_reported_if_another_rank_has_renamed_the_checkpoint_meanwhile() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), 10);
+        let path = dir.path().join("step-00000010");
+        fs_err::write(path.join("model.safetensors"), "short").unwrap();
+        directory::mark_damaged(&path).unwrap();
+        let job = GetJobReply { resume_from: path.display().to_string(), ..GetJobReply::default() };
+        let error = directory::state(&path).unwrap_err();
+        assert!(error.to_string().contains("manifest.json"), "{error}");
+        let text = set_aside(error.into(), &JobSpec::default(), &job).to_string();
+        assert!(text.contains("model.safetensors has 5 bytes instead of"), "{text}");
+        assert!(text.ends_with("step-00000010.damaged"), "{text}");
     }
 }
