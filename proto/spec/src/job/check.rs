@@ -201,6 +201,8 @@ mod tests {
     use super::*;
     use crate::model::Arch;
 
+    type Change = fn(&mut JobSpec);
+
     #[test]
     fn check_names_the_key_of_an_invalid_value() {
         let key = |change: fn(&mut JobSpec)| {
@@ -249,14 +251,13 @@ mod tests {
 
     #[test]
     fn settings_without_effect_are_named_with_the_reason() {
-        let warnings = |changes: &[fn(&mut JobSpec)]| {
+        let warnings = |changes: &[Change]| {
             let mut spec = JobSpec::default();
             changes.iter().for_each(|change| change(&mut spec));
             spec.without_effect(&spec.model.resolve().unwrap())
         };
         assert!(warnings(&[]).is_empty());
         let moe = |s: &mut JobSpec| s.model.experts = Some(4);
-        type Change = fn(&mut JobSpec);
         let cases: [(&str, Change, Change); 7] = [
             ("[lora]", |s| s.lora.alpha = Some(32.0), |s| s.lora.rank = 8),
             ("[muon]", |s| s.muon.lr = 0.1, |s| s.train.optimizer = Optimizer::Muon),
@@ -290,7 +291,7 @@ mod tests {
 
     #[test]
     fn sizes_that_are_still_to_be_read_from_weights_are_not_compared_with_the_default_model() {
-        let changes: [(&str, fn(&mut JobSpec)); 3] = [
+        let changes: [(&str, Change); 3] = [
             ("model.kv_heads", |spec| spec.model.kv_heads = Some(3)),
             ("lr_scale.head", |spec| (spec.model.arch, spec.lr_scale.head) = (Some(Arch::Gpt2), 3.0)),
             ("comm.experts", |spec| spec.comm.experts = 2),
