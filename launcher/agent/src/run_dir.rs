@@ -200,8 +200,8 @@ impl RunDir {
         self.entry.as_ref().map(Entry::path)
     }
 
-    /// Moves a file that outlives the run out of the private directory: beside it, with the run's name in front. Returns
-    /// its path.
+    /// Moves a file that outlives the run out of the private directory: beside it, with the run's name in front.
+    /// Returns its path.
     pub(crate) fn keep(&self, file: PathBuf) -> PathBuf {
         let kept = self.private().filter(|private| file.starts_with(private)).and_then(|private| {
             let mut kept = private.as_os_str().to_owned();

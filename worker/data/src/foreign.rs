@@ -8,7 +8,7 @@ use crate::shard;
 /// Number of bytes of a file that are examined.
 pub const HEAD_BYTES: usize = 16 << 10;
 /// Text has at most one NUL in this many bytes. Files of ids below 256, and UTF-16, have many more.
-const NUL_SHARE: usize = 64;
+pub(crate) const NUL_SHARE: usize = 64;
 /// Minimum number of bytes for telling files of ids from others.
 const MIN_BYTES: usize = 16;
 const MIN_IDS: usize = 32;

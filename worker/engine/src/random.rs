@@ -13,7 +13,7 @@ use crate::cpu::math::simd;
 pub(crate) const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Pairs of normal numbers that are computed side by side: four AVX-512 registers.
-const LANES: usize = 32;
+const SIDE_BY_SIDE: usize = 32;
 
 /// A stream of random 64-bit numbers.
 #[derive(Clone, Debug)]
@@ -45,14 +45,14 @@ impl Random {
         ((self.bits() >> 11) + 1) as f64 / (1u64 << 53) as f64
     }
 
-    /// Fills a slice with normal numbers of this deviation. The numbers 2k and 2k + 1 of the stream become the values 2k
-    /// and 2k + 1, so a longer sequence may be filled in parts of even lengths.
+    /// Fills a slice with normal numbers of this deviation. The numbers 2k and 2k + 1 of the stream become the values
+    /// 2k and 2k + 1, so a longer sequence may be filled in parts of even lengths.
     pub fn fill_normal(self, values: &mut [f32], deviation: f32) {
         simd!({
             let mut random = self;
-            for values in values.chunks_mut(2 * LANES) {
-                let (mut cosines, mut sines) = ([0.0; LANES], [0.0; LANES]);
-                for lane in 0..LANES {
+            for values in values.chunks_mut(2 * SIDE_BY_SIDE) {
+                let (mut cosines, mut sines) = ([0.0; SIDE_BY_SIDE], [0.0; SIDE_BY_SIDE]);
+                for lane in 0..SIDE_BY_SIDE {
                     let mut random = random.clone();
                     random.skip(2 * lane as u64);
                     (cosines[lane], sines[lane]) = normal_pair(random.uniform(), random.uniform());
@@ -62,7 +62,7 @@ impl Random {
                         *value = normal * deviation;
                     }
                 }
-                random.skip(2 * LANES as u64);
+                random.skip(2 * SIDE_BY_SIDE as u64);
             }
         });
     }
@@ -95,11 +95,11 @@ fn ln(x: f64) -> f64 {
     const BIAS: u64 = 1023;
     /// The bits of `sqrt(1/2)`.
     const LEAST: u64 = 0x3fe6_a09e_667f_3bcd;
-    /// 2^52, whose low mantissa bits hold an integer.
-    const SHIFT: f64 = 4_503_599_627_370_496.0;
+    /// The low mantissa bits of a number from here to twice as much hold its integer part.
+    const TWO_TO_52: f64 = 4_503_599_627_370_496.0;
     let biased = (x.to_bits() + ((BIAS << MANTISSA_BITS) - LEAST)) >> MANTISSA_BITS;
     let m = f64::from_bits(x.to_bits() + (BIAS << MANTISSA_BITS) - (biased << MANTISSA_BITS));
-    let e = f64::from_bits(SHIFT.to_bits() | biased) - (SHIFT + BIAS as f64);
+    let e = f64::from_bits(TWO_TO_52.to_bits() | biased) - (TWO_TO_52 + BIAS as f64);
     let s = (m - 1.0) / (m + 1.0);
     let z = s * s;
     let series = [19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0].iter();
@@ -111,10 +111,10 @@ fn ln(x: f64) -> f64 {
 #[inline(always)]
 fn sin_cos_of_turns(x: f64) -> (f64, f64) {
     /// Added to a small number, rounds it to an integer and leaves that in the low mantissa bits.
-    const SHIFT: f64 = 1.5 * 4_503_599_627_370_496.0;
-    let shifted = 4.0 * x + SHIFT;
+    const ROUNDING: f64 = 1.5 * 4_503_599_627_370_496.0;
+    let shifted = 4.0 * x + ROUNDING;
     let quadrant = shifted.to_bits();
-    let angle = (4.0 * x - (shifted - SHIFT)) * FRAC_PI_2;
+    let angle = (4.0 * x - (shifted - ROUNDING)) * FRAC_PI_2;
     let z = angle * angle;
     // Taylor series as products: 1 - z/(1*2) (1 - z/(3*4) (1 - ...)).
     let terms = [16.0, 14.0, 12.0, 10.0, 8.0, 6.0, 4.0, 2.0].iter();

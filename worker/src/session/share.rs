@@ -4,8 +4,8 @@
 //! ```text
 //! rank 0: checkpoint, given or random weights --broadcast: position, weights, moments--> all ranks
 //! ```
-//! The collective copies bytes, so all ranks continue with the same bits. Random weights, which every rank could compute,
-//! are copied like others.
+//! The collective copies bytes, so all ranks continue with the same bits. Random weights, which every rank could
+//! compute, are copied like others.
 
 use serde::{Deserialize, Serialize};
 use xlaunch_comm::{Collective, Operation, Wait};

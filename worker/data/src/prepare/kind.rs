@@ -1,6 +1,7 @@
 //! Detects the kind of an input from its name and its first bytes. Pure.
 
 use super::inputs::{Input, extension};
+use crate::foreign::NUL_SHARE;
 
 /// Kind of an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,9 +42,6 @@ const FOREIGN: [(&[u8], &str); 21] = [
     (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"),
     (b"\xfe\xff", "UTF-16 text; convert it to UTF-8"),
 ];
-
-/// Text has at most one NUL in this many bytes.
-const NUL_SHARE: usize = 64;
 
 /// Returns the kind of an input whose text starts with `head`. `named_field`: the user named a field of rows.
 ///

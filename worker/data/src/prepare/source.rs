@@ -20,7 +20,7 @@ const MAX_ZSTD_WINDOW_LOG: u32 = 31;
 const READ_BUFFER_BYTES: usize = 256 << 10;
 
 /// Bytes at the start of a text from which its kind is detected.
-const HEAD_BYTES: usize = 512;
+const DETECTED_BYTES: usize = 512;
 
 /// The text of an input while it is read, or its rows as lines of JSON.
 pub(super) struct Source {
@@ -62,7 +62,7 @@ impl Source {
         };
         let mut source = Self { label: label.into(), reader, format, read, head: Vec::new() };
         let mut head = Vec::new();
-        source.read(HEAD_BYTES, &mut head)?;
+        source.read(DETECTED_BYTES, &mut head)?;
         let text = head.strip_prefix(crate::BYTE_ORDER_MARK).unwrap_or(&head).to_vec();
         let rest = std::mem::replace(&mut source.reader, Box::new(io::empty()));
         source.reader = Box::new(io::Cursor::new(text.clone()).chain(rest));

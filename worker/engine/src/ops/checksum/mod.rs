@@ -1,8 +1,8 @@
 //! A checksum of the bits of a tensor, to compare copies of it on several devices.
 //!
 //! `checksum = sum over i of mix(words[i] ^ i INCREMENT) mod 2^64`, with the memory read as 32-bit words, and mix and
-//! INCREMENT of SplitMix64 (Steele et al., 2014). The sum does not depend on the order of its terms, so the result is the
-//! same for every number of threads and on every device. mix is a bijection, so a change of a single word always
+//! INCREMENT of SplitMix64 (Steele et al., 2014). The sum does not depend on the order of its terms, so the result is
+//! the same for every number of threads and on every device. mix is a bijection, so a change of a single word always
 //! changes the sum.
 
 use rayon::prelude::*;
