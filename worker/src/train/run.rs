@@ -109,11 +109,11 @@ impl Run<'_> {
         if let Some(val_loss) = self.unsaved.take() {
             self.save(step, val_loss, step >= self.spec.train.steps || self.stops_early())?;
         }
+        let mut requested = Requests::default();
         if step > 0 && self.samples_after(step) && !self.stops_early() {
             // A stop may have kept the earlier run from sampling this step. If not, the text is the same.
-            self.sample(step)?;
+            requested.stop = self.sample(step)?;
         }
-        let mut requested = Requests::default();
         let mut next = None;
         let mut since = Instant::now();
         while step < self.spec.train.steps && !((requested.stop || self.stops_early()) && next.is_none()) {
