@@ -206,11 +206,23 @@ fn second_daemon_is_refused_and_invalid_configuration_is_reported() {
 }
 
 fn jobs_are_refused_if_the_state_directory_is_too_long_for_sockets() {
+    /// A socket's path has at most 107 bytes, of which `/jobs/1/agent/agent.sock` takes 24.
+    const LONGEST: usize = 83;
     let mut node = Node::new("");
     node.stop_daemon(Signal::TERM);
-    let mut command = node.daemon_command();
-    command.arg("--state-dir").arg(node.path().join("x".repeat(100)));
-    let _daemon = spawn_daemon(&mut command);
+    let with_state_dir = |len: usize| {
+        let mut command = node.daemon_command();
+        let name = "x".repeat(len - node.path().as_os_str().len() - 1);
+        command.arg("--state-dir").arg(node.path().join(name));
+        command
+    };
+    let not_started = Process::spawn(&mut with_state_dir(LONGEST + 1)).wait();
+    let is_explained = not_started.stderr.contains("/jobs/1/agent/agent.sock is too long for a socket");
+    assert!(not_started.code != 0 && is_explained, "{not_started:?}");
+    let _daemon = spawn_daemon(&mut with_state_dir(LONGEST));
+    for job in 1..=9 {
+        assert_eq!(node.submit(&["--hold", "--", "true"]), job);
+    }
     let refused = node.run(&["submit", "--", "true"]);
     let is_explained = refused.stderr.contains("set daemon.state_dir to a shorter path");
     assert!(refused.code != 0 && is_explained, "{refused:?}");

@@ -32,7 +32,8 @@ pub(crate) fn check(path: Option<&Path>) -> Findings {
         Ok(config) => config,
         Err(error) => return Findings { errors: vec![error.to_string()], ..Findings::default() },
     };
-    let errors = path_errors(path, &config).iter().map(ToString::to_string).collect();
+    let errors = hook_errors(path, &config).into_iter().chain(socket_errors(path, &config, LAST_CHECKED_JOB));
+    let errors = errors.map(|error| error.to_string()).collect();
     let mut findings = Findings { errors, warnings: Vec::new() };
     let inventory = GpuMonitor::poll_once();
     findings.errors.extend(unknown_gpus(&config.jobs, &inventory));
@@ -50,11 +51,11 @@ pub(crate) fn check(path: Option<&Path>) -> Findings {
     findings
 }
 
-/// Returns an error for each hook that cannot run, and for each key that gives a socket too long a path. The daemon
-/// does not start with one.
+/// Returns the errors with which the daemon does not start: hooks that cannot run, and keys that give a socket too long
+/// a path, also that of the first job. Later jobs may have longer ones.
 pub(crate) fn path_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
     let mut errors = hook_errors(path, config);
-    errors.extend(socket_errors(path, config));
+    errors.extend(socket_errors(path, config, 1));
     errors
 }
 
@@ -68,14 +69,14 @@ fn hook_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
     with_places(path, hooks.into_iter().filter_map(problem))
 }
 
-/// Returns an error for each key that gives a socket too long a path.
-fn socket_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
+/// Returns an error for each key that gives a socket too long a path, up to this job.
+fn socket_errors(path: Option<&Path>, config: &DaemonConfig, job: u64) -> Vec<ConfigError> {
     let (root, environment) = (rustix::process::geteuid().is_root(), |name: &str| std::env::var_os(name));
     // A default that depends on the environment may be missing here only.
     let state_dir = config.daemon.state_dir(root, environment).ok();
     let page = config.web.listen.as_deref().and_then(|listen| listen.strip_prefix("unix:"));
     let sockets = [
-        ("daemon.state_dir", state_dir.map(|dir| agent_socket(&dir, LAST_CHECKED_JOB))),
+        ("daemon.state_dir", state_dir.map(|dir| agent_socket(&dir, job))),
         ("daemon.socket", config.daemon.socket(root, environment).ok()),
         ("web.listen", page.map(PathBuf::from)),
     ];
@@ -151,7 +152,10 @@ mod tests {
         let errors = |line: &str| {
             fs_err::write(&file, line.replace("] ", "]\n")).unwrap();
             let config = super::super::load(Some(&file)).unwrap();
-            path_errors(Some(&file), &config).iter().map(ToString::to_string).collect::<Vec<_>>()
+            socket_errors(Some(&file), &config, LAST_CHECKED_JOB)
+                .iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
         };
         let long = |length: usize| format!("/{}", "x".repeat(length - 1));
         // A socket's path has at most 107 bytes, of which `/jobs/999999/agent/agent.sock` takes 29.
