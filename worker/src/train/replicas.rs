@@ -65,20 +65,27 @@ pub(super) fn survey(
             acc: Accumulate::Add,
         })?;
     }
-    collective.run(Operation::AllReduce { buckets: vec![sums.lend(0..2)], dtype: DType::F32 })?;
-    let mut totals = [0.0; 2];
-    backend.read_f32(sums.all(), &mut totals)?;
-    collective.check()?;
-    Ok(Survey { finite: totals[0].is_finite(), busy: totals[1] > 0.0 })
+    let [values, busy] = totals(backend, &sums, collective)?;
+    Ok(Survey { finite: values.is_finite(), busy: busy > 0.0 })
 }
 
 /// Returns whether `flag` is true on any rank. Every rank calls it.
 pub(super) fn any(backend: &BackendHandle, flag: bool, collective: &mut dyn Collective) -> Result<bool> {
-    let total = backend.alloc(DType::F32, 1)?;
-    backend.write_f32(total.all(), &[f32::from(u8::from(flag))])?;
-    collective.run(Operation::AllReduce { buckets: vec![total.lend(0..1)], dtype: DType::F32 })?;
-    let mut flags = [0.0];
-    backend.read_f32(total.all(), &mut flags)?;
+    let sum = backend.alloc(DType::F32, 1)?;
+    backend.write_f32(sum.all(), &[f32::from(u8::from(flag))])?;
+    let [count] = totals(backend, &sum, collective)?;
+    Ok(count > 0.0)
+}
+
+/// Sums these numbers over all ranks.
+fn totals<const N: usize>(
+    backend: &BackendHandle,
+    sums: &Tensor,
+    collective: &mut dyn Collective,
+) -> Result<[f32; N]> {
+    collective.run(Operation::AllReduce { buckets: vec![sums.lend(0..N)], dtype: DType::F32 })?;
+    let mut totals = [0.0; N];
+    backend.read_f32(sums.all(), &mut totals)?;
     collective.check()?;
-    Ok(flags[0] > 0.0)
+    Ok(totals)
 }
