@@ -16,22 +16,30 @@ const FILE: &str = "samples.jsonl";
 #[derive(Debug)]
 pub(crate) struct Samples {
     points: Points,
+    /// The step after which the attempt began.
+    first_step: u64,
 }
 
 impl Samples {
     /// Creates the sink of the run in `run_dir`, which continues the run in `parent`, if any.
     pub(crate) fn new(run_dir: &Path, parent: Option<&Path>) -> Self {
-        Self { points: Points::new(run_dir.join(FILE), parent.map(|parent| parent.join(FILE))) }
+        let points = Points::new(run_dir.join(FILE), parent.map(|parent| parent.join(FILE)));
+        Self { points, first_step: 0 }
     }
 }
 
 impl ReportSink for Samples {
     fn report(&mut self, report: &RankReport) -> io::Result<()> {
         match &report.report {
-            Report::TrainStarted(started) => self.points.begin(started.first_step),
+            Report::TrainStarted(started) => {
+                self.first_step = started.first_step;
+                self.points.begin(self.first_step)
+            }
             Report::Sample(sample) => {
-                // A run that resumes at this step repeats its text.
-                let rewound = self.points.rewind(sample.step.saturating_sub(1));
+                // The text of the step at which a run resumes is repeated. Only then is the file read.
+                let repeats = sample.step == self.first_step;
+                let rewound =
+                    if repeats { self.points.rewind(sample.step.saturating_sub(1)) } else { Ok(()) };
                 let point = json!({
                     "_step": sample.step,
                     "_timestamp": clock::unix().as_secs_f64(),
