@@ -32,8 +32,7 @@ pub(crate) fn check(path: Option<&Path>) -> Findings {
         Ok(config) => config,
         Err(error) => return Findings { errors: vec![error.to_string()], ..Findings::default() },
     };
-    let errors = hook_errors(path, &config).into_iter().chain(socket_errors(path, &config, LAST_CHECKED_JOB));
-    let errors = errors.map(|error| error.to_string()).collect();
+    let errors = path_errors(path, &config, LAST_CHECKED_JOB).iter().map(ToString::to_string).collect();
     let mut findings = Findings { errors, warnings: Vec::new() };
     let inventory = GpuMonitor::poll_once();
     findings.errors.extend(unknown_gpus(&config.jobs, &inventory));
@@ -51,11 +50,11 @@ pub(crate) fn check(path: Option<&Path>) -> Findings {
     findings
 }
 
-/// Returns the errors with which the daemon does not start: hooks that cannot run, and keys that give a socket too long
-/// a path, also that of the first job. Later jobs may have longer ones.
-pub(crate) fn path_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
+/// Returns an error for each hook that cannot run, and for each key that gives a socket too long a path, up to that of
+/// this job.
+pub(crate) fn path_errors(path: Option<&Path>, config: &DaemonConfig, job: u64) -> Vec<ConfigError> {
     let mut errors = hook_errors(path, config);
-    errors.extend(socket_errors(path, config, 1));
+    errors.extend(socket_errors(path, config, job));
     errors
 }
 
@@ -69,7 +68,7 @@ fn hook_errors(path: Option<&Path>, config: &DaemonConfig) -> Vec<ConfigError> {
     with_places(path, hooks.into_iter().filter_map(problem))
 }
 
-/// Returns an error for each key that gives a socket too long a path, up to this job.
+/// Returns an error for each key that gives a socket too long a path, up to that of this job.
 fn socket_errors(path: Option<&Path>, config: &DaemonConfig, job: u64) -> Vec<ConfigError> {
     let (root, environment) = (rustix::process::geteuid().is_root(), |name: &str| std::env::var_os(name));
     // A default that depends on the environment may be missing here only.

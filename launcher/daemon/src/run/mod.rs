@@ -70,7 +70,8 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     sys::close_inherited_on_exec(&[]);
     survive_file_size_limit().map_err(|error| internal(&error))?;
     let config = load(options)?;
-    if let Some(error) = check::path_errors(options.config.as_deref(), &config).into_iter().next() {
+    // Jobs with longer numbers are checked when they are submitted: a node that works must start.
+    if let Some(error) = check::path_errors(options.config.as_deref(), &config, 1).into_iter().next() {
         return Err(error.into());
     }
     let running = App::open(options, config).await?.serve().await?;
