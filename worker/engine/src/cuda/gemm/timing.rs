@@ -17,7 +17,7 @@ use crate::cuda::profile::{mark, seconds};
 use crate::error::Result;
 
 /// Part of the key of stored choices. Increase it when the way of choosing changes.
-pub(super) const VERSION: u32 = 4;
+pub(super) const VERSION: u32 = 5;
 /// Minimum duration of long work. Shorter work leaves the GPU below its power limit, since it runs between other work
 /// of a model of such sizes.
 pub(super) const LONG_SECONDS: f64 = 40e-6;
