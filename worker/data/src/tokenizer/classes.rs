@@ -39,7 +39,7 @@ const QWEN2_REGEX: &str = concat!(
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
 
-/// What `AutoTokenizer` of `transformers` 5 does with a tokenizer, according to the files next to it.
+/// The files next to a tokenizer, as far as they change how `AutoTokenizer` of `transformers` 5 loads it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Loading {
     /// The class that replaces parts of the file.
