@@ -272,18 +272,19 @@ int cuFuncSetAttribute(Function* function, int attribute, int value) {
     if (attribute == SHARED_LIMIT_ATTRIBUTE) function->shared_limit = size_t(value);
     return value <= SHARED_PER_BLOCK ? SUCCESS : failed(INVALID_VALUE, "more shared memory than a block can have");
 }
-// Supports bf16 tensors of three dimensions, in boxes whose rows of 64 elements have the 128-byte swizzle.
+// Supports tensors of three dimensions, of bf16 or of bytes, in boxes whose rows have the 128-byte swizzle.
 int cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* address, const uint64_t* sizes,
                            const uint64_t* strides, const unsigned* box, const unsigned* element_strides,
                            int interleave, int swizzle, int, int fill) {
-    constexpr int BFLOAT16 = 9, NONE = 0, SWIZZLE_128B = 3;
+    constexpr int UINT8 = 0, BFLOAT16 = 9, NONE = 0, SWIZZLE_128B = 3;
     constexpr unsigned ROW_BYTES = 128, MOST_BOX = 256;
     constexpr uint64_t MOST_SIZE = uint64_t(1) << 32, STRIDE_LIMIT = uint64_t(1) << 40;
-    if (type != BFLOAT16 || rank != 3 || interleave != NONE || swizzle != SWIZZLE_128B || fill != NONE)
+    if ((type != BFLOAT16 && type != UINT8) || rank != 3 || interleave != NONE || swizzle != SWIZZLE_128B || fill != NONE)
         return failed(NOT_SUPPORTED, "this kind of tensor map is not emulated");
     if (reinterpret_cast<uintptr_t>(map) % 64 || reinterpret_cast<uintptr_t>(address) % 16)
         return failed(INVALID_VALUE, "the tensor map or the address of the tensor is not aligned");
-    TensorMap result = {TensorMap::MAGIC, reinterpret_cast<uintptr_t>(address), {}, {2}, {}};
+    const unsigned size = type == UINT8 ? 1 : 2;
+    TensorMap result = {TensorMap::MAGIC, reinterpret_cast<uintptr_t>(address), {}, {size}, {}, size};
     for (unsigned i = 0; i < rank; i++) {
         if (!sizes[i] || sizes[i] > MOST_SIZE || !box[i] || box[i] > MOST_BOX || element_strides[i] != 1)
             return failed(INVALID_VALUE, "a size, box or element stride of a tensor map is out of range");
@@ -292,9 +293,9 @@ int cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* addres
         result.sizes[i] = sizes[i], result.box[i] = box[i];
         if (i > 0) result.strides[i] = strides[i - 1];
     }
-    if (box[0] * 2 > ROW_BYTES || box[0] * 2 % 16)
+    if (box[0] * size > ROW_BYTES || box[0] * size % 16)
         return failed(INVALID_VALUE, "a box is wider than its swizzle, or its width is not a multiple of 16 bytes");
-    if (box[0] * 2 < ROW_BYTES)
+    if (box[0] * size < ROW_BYTES)
         return failed(NOT_SUPPORTED, "boxes narrower than the swizzle are not emulated");
     memset(map, 0, 128);
     memcpy(map, &result, sizeof result);

@@ -10,6 +10,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "interface.h"
+
 namespace emulator {
 
 constexpr unsigned WARPGROUP = 128, MAX_WARPGROUPS = 8, MAX_WARPGROUP_WARPS = 32, WARPS_OF_GROUP = 4;
@@ -37,11 +39,11 @@ constexpr unsigned FENCES = MAX_WARPGROUP_WARPS, ARRIVALS = 2 * MAX_WARPGROUP_WA
 constexpr unsigned ROW_BYTES = 128;
 inline uintptr_t swizzled(uintptr_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// Contents of the 128 bytes of a CUtensorMap. Sizes are in elements, strides in bytes.
+// Contents of the 128 bytes of a CUtensorMap. Sizes are in elements, strides and elements in bytes.
 struct TensorMap {
     static constexpr uint64_t MAGIC = 0x70616d726f736e74;
     uint64_t magic, address, sizes[3], strides[3];
-    uint32_t box[3];
+    uint32_t box[3], element;
 };
 static_assert(sizeof(TensorMap) <= 128);
 
@@ -82,6 +84,7 @@ struct Multiplication {
     Accumulator* to;
     const char *a, *b;
     bool add, a_across, b_across;
+    EmulatorElement element;
     // The left operand if it is in registers: for each thread, their address and contents.
     std::vector<std::pair<const unsigned*, std::array<unsigned, 4>>> registers;
     uint32_t number;
@@ -90,11 +93,11 @@ struct Multiplication {
     Site site;
 };
 
-// Operands of the multiplication being done: (DEPTH, ROWS) and (DEPTH, n). This is not thread-local memory, of which a
+// Operands of the multiplication being done: (depth, ROWS) and (depth, n). This is not thread-local memory, of which a
 // library that is loaded late has little.
 struct Operands {
-    static constexpr unsigned DEPTH = 16, ROWS = 64, MOST_COLUMNS = 256;
-    float a[DEPTH * ROWS], b[DEPTH * MOST_COLUMNS];
+    static constexpr unsigned MOST_DEPTH = 32, ROWS = 64, MOST_COLUMNS = 256;
+    float a[MOST_DEPTH * ROWS], b[MOST_DEPTH * MOST_COLUMNS];
 };
 
 struct Warpgroup {

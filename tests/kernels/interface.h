@@ -26,6 +26,9 @@ struct EmulatorMma {
     const unsigned *a, *b;
 };
 
+// Elements of the left operand of wgmma. The right one has the same, but is never E5M2.
+enum EmulatorElement { EMULATOR_BF16, EMULATOR_E4M3, EMULATOR_E5M2 };
+
 // `d` has n / 2 floats of this thread. If across, k runs down the tile. If `registers` is not null, it is the left
 // operand (four words of this thread), and `a` is null.
 struct EmulatorWgmma {
@@ -34,6 +37,7 @@ struct EmulatorWgmma {
     const void *a, *b;
     bool add, a_across, b_across;
     const unsigned* registers;
+    enum EmulatorElement element;
 };
 
 // Joint operations of the lanes of a warp.

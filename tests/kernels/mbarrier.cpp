@@ -30,7 +30,7 @@ void for_rows(const BoxCopy& copy, F f) {
     for (int64_t row = 0; row < int64_t(map.box[1]) * map.box[2]; row++) {
         int64_t y = copy.at[1] + row % map.box[1], z = copy.at[2] + row / map.box[1];
         bool inside = begin < end && y >= 0 && y < size(1) && z >= 0 && z < size(2);
-        int64_t offset = 2 * (copy.at[0] + begin) + y * int64_t(map.strides[1]) + z * int64_t(map.strides[2]);
+        int64_t offset = map.element * (copy.at[0] + begin) + y * int64_t(map.strides[1]) + z * int64_t(map.strides[2]);
         if (inside) f(row, begin, end, map.address + uintptr_t(offset));
         else f(row, 0, 0, 0);
     }
@@ -84,7 +84,9 @@ bool Runner::deliver_copy() {
     if (copy.from) memcpy(reinterpret_cast<void*>(copy.to), reinterpret_cast<void*>(copy.from), copy.bytes);
     else for_rows(copy, [&](int64_t row, int64_t begin, int64_t end, uintptr_t from) {
         char elements[ROW_BYTES] = {};
-        if (end > begin) memcpy(elements + 2 * begin, reinterpret_cast<void*>(from), size_t(2 * (end - begin)));
+        int64_t size = copy.map.element;
+        if (end > begin)
+            memcpy(elements + size * begin, reinterpret_cast<void*>(from), size_t(size * (end - begin)));
         for (unsigned i = 0; i < ROW_BYTES; i += 16)
             memcpy(reinterpret_cast<void*>(swizzled(copy.to + size_t(row) * ROW_BYTES + i)), elements + i, 16);
     });
@@ -237,9 +239,12 @@ void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, i
         r.fail("%s: tensor map that was not encoded by cuTensorMapEncodeTiled", source_of(site).c_str());
     if (copy.to % 1024)
         r.fail("%s: TMA copy to an address that is not aligned to 1024 bytes", source_of(site).c_str());
-    copy.bytes = size_t(copy.map.box[0]) * copy.map.box[1] * copy.map.box[2] * 2;
+    // Seen on an H200: "illegal instruction".
+    if (int64_t(copy.map.element) * x % 16)
+        r.fail("%s: TMA copy of a box that begins in the middle of 16 bytes", source_of(site).c_str());
+    copy.bytes = size_t(copy.map.box[0]) * copy.map.box[1] * copy.map.box[2] * copy.map.element;
     for_rows(copy, [&](int64_t, int64_t begin, int64_t end, uintptr_t from) {
-        access(from, size_t(2 * (end - begin)), false, Kind::Plain, nullptr, &site);
+        access(from, copy.map.element * size_t(end - begin), false, Kind::Plain, nullptr, &site);
     });
     r.start_copy(copy);
 }

@@ -14,26 +14,49 @@ namespace emulator {
 
 namespace {
 
-constexpr unsigned DEPTH = Operands::DEPTH, ROWS = Operands::ROWS;
+constexpr unsigned ROWS = Operands::ROWS;
 
-// For each 16 bytes of an operand with `rows` rows, or columns: address, row, element of k. They are eight elements of
-// k, or eight rows if `across`. Tiles consist of groups of 8 x 128 bytes.
+unsigned size_of(EmulatorElement element) { return element == EMULATOR_BF16 ? 2 : 1; }
+
+// Number of elements of k that a multiplication sums.
+unsigned depth_of(EmulatorElement element) { return 32 / size_of(element); }
+
+// For each 16 bytes of an operand with `rows` rows, or columns: address, row, element of k. They are elements of k, or
+// eight rows if `across`. Tiles consist of groups of 8 x 128 bytes.
 template <typename F>
-void for_operand(const char* p, unsigned rows, bool across, F f) {
+void for_operand(const char* p, unsigned rows, bool across, EmulatorElement element, F f) {
     auto base = reinterpret_cast<uintptr_t>(p);
+    unsigned size = size_of(element), depth = depth_of(element);
     if (across) {
-        for (unsigned k = 0; k < DEPTH; k++)
+        for (unsigned k = 0; k < depth; k++)
             for (unsigned row = 0; row < rows; row += 8)
                 f(swizzled(base + k * ROW_BYTES + row / 64 * 64 * ROW_BYTES + row % 64 * 2), row, k);
     } else {
         for (unsigned row = 0; row < rows; row++)
-            for (unsigned k = 0; k < DEPTH; k += 8) f(swizzled(base + row * ROW_BYTES + k * 2), row, k);
+            for (unsigned k = 0; k < depth; k += 16 / size) f(swizzled(base + row * ROW_BYTES + k * size), row, k);
     }
 }
 
-// Unpacks to (16, rows).
-void unpack(const char* p, unsigned rows, bool across, float* to) {
-    for_operand(p, rows, across, [&](uintptr_t address, unsigned row, unsigned k) {
+float from_fp8(uint8_t code, bool e5m2) {
+    int mantissa_bits = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
+    int exponent = (code & 0x7f) >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
+    bool is_nan = e5m2 ? exponent == 31 && mantissa : (code & 0x7f) == 0x7f;
+    float x = is_nan                   ? NAN
+              : e5m2 && exponent == 31 ? INFINITY
+              : exponent               ? ldexpf(float(mantissa | 1 << mantissa_bits), exponent - bias - mantissa_bits)
+                                       : ldexpf(float(mantissa), 1 - bias - mantissa_bits);
+    return code & 0x80 ? -x : x;
+}
+
+// Unpacks to (depth, rows).
+void unpack(const char* p, unsigned rows, bool across, EmulatorElement element, float* to) {
+    for_operand(p, rows, across, element, [&](uintptr_t address, unsigned row, unsigned k) {
+        if (element != EMULATOR_BF16) {
+            uint8_t codes[16];
+            memcpy(codes, reinterpret_cast<void*>(address), sizeof codes);
+            for (unsigned i = 0; i < 16; i++) to[(k + i) * rows + row] = from_fp8(codes[i], element == EMULATOR_E5M2);
+            return;
+        }
         uint16_t elements[8];
         memcpy(elements, reinterpret_cast<void*>(address), sizeof elements);
         for (unsigned i = 0; i < 8; i++) {
@@ -57,13 +80,13 @@ void unpack_registers(const Multiplication& m, float* to) {
 void multiply(const Multiplication& m, Operands& operands) {
     float *a = operands.a, *b = operands.b;
     unsigned n = m.to->n;
-    if (m.a) unpack(m.a, ROWS, m.a_across, a);
+    if (m.a) unpack(m.a, ROWS, m.a_across, m.element, a);
     else unpack_registers(m, a);
-    unpack(m.b, n, m.b_across, b);
+    unpack(m.b, n, m.b_across, m.element == EMULATOR_BF16 ? EMULATOR_BF16 : EMULATOR_E4M3, b);
     float* __restrict sums = m.to->sums.data();
     if (!m.add) std::fill_n(sums, ROWS * n, 0.0f);
     for (unsigned row = 0; row < ROWS; row++, sums += n)
-        for (unsigned k = 0; k < DEPTH; k += 4) {
+        for (unsigned k = 0; k < depth_of(m.element); k += 4) {
             const float *left = &a[k * ROWS + row], *b0 = &b[k * n], *b1 = b0 + n, *b2 = b1 + n, *b3 = b2 + n;
             float a0 = left[0], a1 = left[ROWS], a2 = left[2 * ROWS], a3 = left[3 * ROWS];
             // Only with plain pointers does the compiler use vectors.
@@ -121,7 +144,7 @@ void Runner::start_multiplication(const Site& site) {
         const EmulatorWgmma& other = call(i);
         if (other.a != own.a || other.b != own.b || other.n != own.n || other.add != own.add ||
             !other.registers != !own.registers ||
-            other.a_across != own.a_across || other.b_across != own.b_across)
+            other.a_across != own.a_across || other.b_across != own.b_across || other.element != own.element)
             fail("%s: divergence: threads 0 and %u of the warpgroup pass different operands to wgmma",
                  source_of(site).c_str(), i);
     }
@@ -136,7 +159,7 @@ void Runner::start_multiplication(const Site& site) {
     auto check = [&](const void* p, unsigned rows, bool across) {
         if (reinterpret_cast<uintptr_t>(p) % 16)
             fail("%s: wgmma operand that is not aligned to 16 bytes", source_of(site).c_str());
-        for_operand(static_cast<const char*>(p), rows, across, [&](uintptr_t address, unsigned, unsigned) {
+        for_operand(static_cast<const char*>(p), rows, across, own.element, [&](uintptr_t address, unsigned, unsigned) {
             size_t offset = address - dynamic.begin;
             if (!dynamic.contains(address) || !dynamic.contains(address + 15))
                 fail("%s: wgmma reads outside of dynamic shared memory", source_of(site).c_str());
@@ -173,7 +196,7 @@ void Runner::start_multiplication(const Site& site) {
     }
     to->users++;
     group.pending.push_back({to, static_cast<const char*>(own.a), static_cast<const char*>(own.b), own.add,
-                             own.a_across, own.b_across, {}, number, group.committed, site});
+                             own.a_across, own.b_across, own.element, {}, number, group.committed, site});
     if (!own.registers) return;
     for (unsigned i = 0; i < WARPGROUP; i++) {
         std::array<unsigned, 4> words;

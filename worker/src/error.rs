@@ -71,10 +71,10 @@ pub enum WorkerError {
     SplitGroup(usize),
     /// The GPU cannot multiply FP8.
     #[error(
-        "`engine.precision = \"fp8\"` needs compute capability 8.9 or newer, which {0} does not have; \
+        "`engine.precision = \"fp8\"` needs compute capability {needed}, which {device} does not have; \
          set it to \"bf16\""
     )]
-    NoFp8(String),
+    NoFp8 { needed: &'static str, device: String },
     /// Training diverged.
     #[error(
         "training diverged at step {step}: {what}; \
@@ -142,7 +142,7 @@ impl WorkerError {
             | Self::Spec(_)
             | Self::NotShared { .. }
             | Self::SplitGroup(_)
-            | Self::NoFp8(_) => ExitCode::Usage,
+            | Self::NoFp8 { .. } => ExitCode::Usage,
             Self::OfRank { error, .. } => error.exit(),
             Self::Io { .. } => ExitCode::Internal,
         }

@@ -77,7 +77,7 @@ const OTHERS: [Case; 6] = [
     Case { name: "factors" },
 ];
 
-/// A model with attention sinks, biases, and experts whose gates have limits. In FP8, models have no experts.
+/// A model with attention sinks, biases, and experts whose gates have limits.
 const SINKS: Case = Case { name: "sinks" };
 
 /// Returns the shape in `tests/peers/goldens.py`.
@@ -493,9 +493,9 @@ fn recomputed_blocks_give_the_same_bits(backend: fn() -> BackendHandle) {
     } else {
         &fp8[..]
     };
-    let cases = [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE].into_iter().chain(OTHERS);
+    let cases = [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE, SINKS].into_iter().chain(OTHERS);
     let cases = cases.flat_map(|case| fp8.iter().map(move |fp8| (case, *fp8)));
-    for (case, fp8) in cases.chain([(SINKS, false)]) {
+    for (case, fp8) in cases {
         let [expected, cheap, block] =
             [Recompute::None, Recompute::Cheap, Recompute::Block].map(|recompute| {
                 let memory = MemoryUse { recompute, ..MemoryUse::default() };
@@ -587,7 +587,7 @@ fn fp8_is_near_pytorch_on_gpu() {
 fn fp8_is_near_pytorch(backend: fn() -> BackendHandle) {
     // Without norms before layers or with soft caps, the errors of so small a model are no measure.
     let [head_norms, _, _, two_norms, shared_norm, factors] = OTHERS;
-    for case in [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE, head_norms, two_norms, shared_norm, factors] {
+    for case in [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE, SINKS, head_norms, two_norms, shared_norm, factors] {
         let f = Fixture::in_fp8(backend(), case, MemoryUse::default());
         near_pytorch(&f, FP8_TOLERANCE);
         let (_, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);

@@ -16,7 +16,7 @@ use crate::ops::attention::cudnn::{AttentionPlan, Direction};
 use crate::ops::attention::hopper::KERNELS as ATTENTION_KERNELS;
 pub use crate::ops::attention::hopper::QueryGradients;
 use crate::ops::attention::variant::{OwnKernels, Scores};
-use crate::ops::experts::grouped::hopper::KERNELS as GROUPED_KERNELS;
+use crate::ops::experts::grouped::hopper::{FP8_KERNELS as GROUPED_FP8_KERNELS, KERNELS as GROUPED_KERNELS};
 use crate::ops::glu::hopper;
 pub use crate::ops::glu::hopper::Tiling;
 use crate::ops::linear::weight_grads;
@@ -147,7 +147,7 @@ fn kernels_to_compile(
     let activations = activations.flat_map(|f| [activation::cuda::compilation(f), glu::cuda::compilation(f)]);
     // Only for bf16, and only for the compute capability whose instructions they use.
     let hopper = hopper::KERNELS.iter().flatten().chain([&weight_grads::KERNEL]).chain(&GROUPED_KERNELS);
-    let hopper = hopper.chain(&SYMMETRIC_KERNELS);
+    let hopper = hopper.chain(&GROUPED_FP8_KERNELS).chain(&SYMMETRIC_KERNELS);
     let hopper = hopper.chain(ATTENTION_KERNELS.iter().flat_map(|kernels| kernels.all()));
     let has_hopper = precision == Precision::Bf16 && arch == "sm_90a";
     let hopper = hopper.filter(move |_| has_hopper);

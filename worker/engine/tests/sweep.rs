@@ -236,6 +236,7 @@ impl Sweep<'_> {
             q: Some(q.all()),
             transposed: Some(transposed.all()),
             scale: x_scale.all(),
+            end: None,
         };
         // The input is read for the maximum and again for rounding; two outputs are written.
         self.report("FP8 rounding", "width", cols, Work::bytes(rows * cols * (2 * ACT + 2)), &|| {

@@ -20,12 +20,14 @@ use std::ops::Range;
 
 use xlaunch_comm::{Among, Operation};
 use xlaunch_engine::{
-    AddScaled, CombineRows, DType, EngineError, ExpertBiasForward, GatherRows, GluForward, GroupedForward,
-    GroupedShape, LinearShape, Result, RouteForward, RouteShape, Router, RouterLogits, RowsShape, Slice,
-    SortByExpert, Tensor,
+    AddScaled, CombineRows, DType, EngineError, ExpertBiasForward, GatherRows, GluForward, GroupedShape,
+    LinearShape, Result, RouteForward, RouteShape, Router, RouterLogits, RowsShape, Slice, SortByExpert,
+    Tensor,
 };
 use xlaunch_spec::model::{self, ModelShape};
 
+use super::expert_layers::ExpertLayer;
+use super::layout::{Block, Linear};
 use super::pass::{OnProgress, Progress};
 use super::{Model, narrow};
 
@@ -75,9 +77,11 @@ pub(super) struct CostlyExperts {
 }
 
 impl Choices {
-    /// Returns the offsets of this rank's experts.
-    pub(super) fn offsets(&self, shapes: ExpertShapes) -> Slice<'_> {
-        self.offsets.slice(0..shapes.fc.experts + 1)
+    /// Returns both layers of this rank's experts.
+    pub(super) fn layers<'a>(&'a self, shapes: ExpertShapes, params: &'a Block) -> [ExpertLayer<'a>; 2] {
+        let (offsets, end) = (self.offsets.slice(0..shapes.fc.experts + 1), self.end(shapes));
+        let layer = |shape, linear: &'a Linear| ExpertLayer { shape, weight: &linear.weight, offsets, end };
+        [layer(shapes.fc, &params.fc), layer(shapes.out, &params.out)]
     }
 
     /// Returns the number of rows of this rank's experts, unless it has all.
@@ -154,7 +158,7 @@ impl Model {
         run: Run,
         progress: OnProgress<'_, E>,
     ) -> std::result::Result<Experts, E> {
-        let (params, backend, shapes) = (&self.layout.blocks[index], &self.backend, self.expert_shapes(x));
+        let (params, shapes) = (&self.layout.blocks[index], self.expert_shapes(x));
         let bias = self.router_bias(index);
         let router = (router, params.router_logit_bias.as_ref());
         let [logits, experts, weights] = self.route(shapes.route, router, bias, x)?;
@@ -166,19 +170,15 @@ impl Model {
         let choices = Choices { logits, experts, weights, offsets, choice_of, row_of };
         let rows = self.gathered(shapes, &choices, of_group.as_ref().unwrap_or(x))?;
         drop(of_group);
-        let offsets = choices.offsets(shapes);
-        let h = self.activation(shapes.choices() * shapes.fc.outputs)?;
-        let w = self.param(&params.fc.weight);
-        backend.run(GroupedForward { shape: shapes.fc, offsets, x: rows.all(), w, y: h.all() })?;
+        let [fc, out] = choices.layers(shapes, params);
+        let h = self.expert_layer(fc, &rows)?;
         if let Some([bias, _]) = &params.expert_biases {
-            self.add_expert_bias(shapes.fc, offsets, bias, h.all())?;
+            self.add_expert_bias(fc.shape, fc.offsets, bias, h.all())?;
         }
         let a = self.gated(shapes, &choices, &h)?;
-        let y = self.activation(shapes.choices() * shapes.out.outputs)?;
-        let w = self.param(&params.out.weight);
-        backend.run(GroupedForward { shape: shapes.out, offsets, x: a.all(), w, y: y.all() })?;
+        let y = self.expert_layer(out, &a)?;
         if let Some([_, bias]) = &params.expert_biases {
-            self.add_expert_bias(shapes.out, offsets, bias, y.all())?;
+            self.add_expert_bias(out.shape, out.offsets, bias, y.all())?;
         }
         Ok(Experts { choices, rows, h, a, y })
     }

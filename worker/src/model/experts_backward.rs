@@ -4,11 +4,12 @@ use std::ops::Range;
 
 use xlaunch_engine::{
     AddScaled, BalanceLoss, ColumnSum, CombineRowsBackward, DType, EngineError, ExpertBiasBackward,
-    GatherRowsBackward, GluBackward, GroupedBackwardInput, GroupedBackwardWeight, LinearBackwardInput,
-    LinearBackwardWeight, Result, RouteBackward, Slice, Tensor,
+    GatherRowsBackward, GluBackward, LinearBackwardInput, LinearBackwardWeight, Result, RouteBackward,
+    Tensor,
 };
 
 use super::Model;
+use super::expert_layers::ExpertLayer;
 use super::experts::{Choices, Experts};
 use super::pass::{OnProgress, Pass};
 use super::routing::Factors;
@@ -26,7 +27,8 @@ impl Model {
     ) -> std::result::Result<Tensor, E> {
         let (params, backend, shapes) = (&self.layout.blocks[index], &self.backend, self.expert_shapes(x));
         let Experts { choices, rows, h, a, y } = experts;
-        let (offsets, end, row_of) = (choices.offsets(shapes), choices.end(shapes), choices.row_of.all());
+        let ([fc, out], end, row_of) =
+            (choices.layers(shapes, params), choices.end(shapes), choices.row_of.all());
         let of_group = self.of_group([dbranch], progress)?;
         let drows = self.activation(y.len())?;
         let dweights = backend.alloc(DType::F32, shapes.choices())?;
@@ -43,26 +45,19 @@ impl Model {
         drop(of_group);
         let dweights = self.own_sums(dweights, progress)?;
         let dx = self.router_backward(pass, index, choices, x, &dweights)?;
-        let weight = |shape, dy: &Tensor, x: &Tensor, weight: &Range<usize>| {
-            let Some(dw) = pass.gradient(weight) else { return Ok(()) };
-            backend.run(GroupedBackwardWeight { shape, offsets, dy: dy.all(), x: x.all(), dw, acc: pass.acc })
-        };
-        let input = |shape, dy: &Tensor, w: &Range<usize>, dx: Slice<'_>| {
-            backend.run(GroupedBackwardInput { shape, offsets, dy: dy.all(), w: self.param(w), dx })
-        };
         let biases = params.expert_biases.as_ref();
-        let bias = |cols, dy: &Tensor, bias: &Range<usize>| {
+        let bias_gradient = |layer: ExpertLayer<'_>, dy: &Tensor, bias: &Range<usize>| {
             let Some(dbias) = pass.gradient(bias) else { return Ok(()) };
+            let (cols, offsets) = (layer.shape.outputs, layer.offsets);
             backend.run(ExpertBiasBackward { cols, offsets, dy: dy.all(), dbias, acc: pass.acc })
         };
-        weight(shapes.out, &drows, a, &params.out.weight)?;
-        if let Some([_, out]) = biases {
-            bias(shapes.out.outputs, &drows, out)?;
+        if let Some([_, bias]) = biases {
+            bias_gradient(out, &drows, bias)?;
         }
         let dh = self.activation(h.len())?;
         {
             let da = self.activation(a.len())?;
-            input(shapes.out, &drows, &params.out.weight, da.all())?;
+            self.expert_layer_backward(pass, out, [&drows, a], da.all())?;
             let (activation, rows, ffn) = (self.activation_function(), shapes.choices(), shapes.out.inputs);
             backend.run(GluBackward {
                 activation,
@@ -75,12 +70,11 @@ impl Model {
                 end,
             })?;
         }
-        weight(shapes.fc, &dh, rows, &params.fc.weight)?;
-        if let Some([fc, _]) = biases {
-            bias(shapes.fc.outputs, &dh, fc)?;
+        if let Some([bias, _]) = biases {
+            bias_gradient(fc, &dh, bias)?;
         }
         // The gradient of the outputs is not needed any more, and has the size of that of the rows.
-        input(shapes.fc, &dh, &params.fc.weight, drows.all())?;
+        self.expert_layer_backward(pass, fc, [&dh, rows], drows.all())?;
         let (shape, drows) = (shapes.rows, drows.all());
         if self.layout.expert_groups.size == 1 {
             backend.run(GatherRowsBackward { shape, row_of, drows, dx: dx.all(), add: true, end })?;

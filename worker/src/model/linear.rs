@@ -115,7 +115,7 @@ impl<'a> LayerBackward<'a> {
 impl Fp8Tensor {
     /// Returns the operand for a use. Panics if the tensor was not rounded for this use, which is a programming error.
     #[expect(clippy::expect_used, reason = "the code that rounds a tensor knows how it will be used")]
-    fn part(&self, used: Use) -> Fp8Operand<'_> {
+    pub(super) fn part(&self, used: Use) -> Fp8Operand<'_> {
         let part = if used == Use::Columns { &self.columns } else { &self.rows };
         Fp8Operand { q: part.as_ref().expect("this part was rounded").all(), scale: self.scale.all() }
     }
@@ -133,9 +133,8 @@ impl Model {
     }
 
     fn operand(&self, rows: usize, x: Rc<Tensor>, used: Use, format: DType) -> Result<Operand> {
-        // Micro-steps and evaluations of a job have a multiple of this number of rows; samples may not.
-        let in_fp8 = self.fp8 && rows.is_multiple_of(FP8_MULTIPLE);
-        let rounded = |used| self.rounded(rows, x.len() / rows, x.all(), used, format);
+        let in_fp8 = self.in_fp8(rows);
+        let rounded = |used| self.rounded([rows, x.len() / rows], x.all(), used, format, None);
         if in_fp8 && self.adapters.is_none() {
             return rounded(used).map(Operand::Fp8);
         }
@@ -148,7 +147,21 @@ impl Model {
         })
     }
 
-    fn rounded(&self, rows: usize, cols: usize, x: Slice<'_>, used: Use, dtype: DType) -> Result<Fp8Tensor> {
+    /// Returns whether layers multiply this number of rows in FP8. Micro-steps and evaluations of a job have a number
+    /// that allows it; samples may not.
+    pub(super) fn in_fp8(&self, rows: usize) -> bool {
+        self.fp8 && rows.is_multiple_of(FP8_MULTIPLE)
+    }
+
+    /// Rounds a tensor of these sizes, of whose rows only `end` exist if there is one.
+    pub(super) fn rounded(
+        &self,
+        [rows, cols]: [usize; 2],
+        x: Slice<'_>,
+        used: Use,
+        dtype: DType,
+        end: Option<Slice<'_>>,
+    ) -> Result<Fp8Tensor> {
         let part = |other| (used != other).then(|| self.backend.alloc(dtype, x.len())).transpose();
         let rounded = Fp8Tensor {
             rows: part(Use::Columns)?,
@@ -157,14 +170,14 @@ impl Model {
         };
         let [q, transposed] = [&rounded.rows, &rounded.columns].map(|part| part.as_ref().map(Tensor::all));
         let scale = rounded.scale.all();
-        self.backend.run(QuantizeFp8 { rows, cols, dtype, x, q, transposed, scale })?;
+        self.backend.run(QuantizeFp8 { rows, cols, dtype, x, q, transposed, scale, end })?;
         Ok(rounded)
     }
 
     /// Rounds a layer's weights to FP8.
     fn rounded_weights(&self, layer: &Linear, shape: LinearShape, used: Use) -> Result<Fp8Tensor> {
         let w = self.param(&layer.weight);
-        self.rounded(shape.outputs, shape.inputs, w, used, DType::Fp8E4m3)
+        self.rounded([shape.outputs, shape.inputs], w, used, DType::Fp8E4m3, None)
     }
 
     /// Computes `y = x w^T (+ bias)`, and adds the output of the adapter.

@@ -8,7 +8,8 @@
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
 //! - `adapters`: low-rank adapters of linear layers whose weights are frozen;
 //! - `experts`, `experts_backward`, `expert_buffers` (in decoding): routers, and the feed-forward layers of blocks with
-//!   experts; `routing`: their loads and the losses that balance them;
+//!   experts; `expert_layers`: the linear layers of these, in the activations' type or in FP8; `routing`: loads and the
+//!   losses that balance them;
 //! - `feed_forward`: layers of blocks without experts, and of shared experts; `shared_experts`: these with their gate;
 //! - `linear`: the linear layers of blocks, in the activations' type or in FP8;
 //! - `saved_activations`: activations of a block that forward keeps for backward, and their recomputation;
@@ -21,6 +22,7 @@ mod backend_handle;
 mod backward;
 pub mod decode;
 mod expert_buffers;
+mod expert_layers;
 mod experts;
 mod experts_backward;
 mod feed_forward;

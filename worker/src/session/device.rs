@@ -89,8 +89,16 @@ impl OpenDevice {
                 };
                 let backend = Backend::cuda(ordinal, options)?;
                 work.into_iter().for_each(|work| backend.prepare(work));
-                if precision == Precision::Fp8 && !backend.supports_fp8() {
-                    return Err(WorkerError::NoFp8(backend.device().name.clone()));
+                let experts = matches!(work, Some(Work::Training(operations)) if operations.experts);
+                let missing = if !backend.supports_fp8() {
+                    Some("8.9 or newer")
+                } else if experts && !backend.supports_fp8_experts() {
+                    Some("9.0 for experts")
+                } else {
+                    None
+                };
+                if let Some(needed) = missing.filter(|_| precision == Precision::Fp8) {
+                    return Err(WorkerError::NoFp8 { needed, device: backend.device().name.clone() });
                 }
                 // Windows need memory that all ranks can access, which is impossible across nodes.
                 let one_node = environment.advertised_address.is_none();

@@ -60,7 +60,8 @@ pub enum Precision {
     /// bf16 weights, activations and matrix multiplications, with fp32 accumulation.
     Bf16,
     /// Like bf16, but the linear layers of all blocks multiply in FP8 (E4M3, gradients E5M2) with a scale per tensor.
-    /// Faster above about a billion parameters. Needs compute capability 8.9, and sizes that are multiples of 16.
+    /// Faster above about a billion parameters. Needs compute capability 8.9, for experts 9.0, and sizes that are
+    /// multiples of 16.
     Fp8,
 }
 

@@ -56,17 +56,11 @@ pub(super) fn check(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
 /// Checks the sizes of the blocks' linear layers for FP8: their inputs, their outputs, and the rows, one per token of a
 /// micro-step.
 fn check_fp8(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
-    if model.experts > 0 {
-        let problem = "experts are not multiplied in FP8";
-        return Err(Invalid::new(
-            "engine.precision",
-            problem.into(),
-            "\"bf16\", or model.experts = 0".into(),
-        ));
-    }
+    let all_experts = model.experts > 0 && model.dense_layers == 0;
     let sizes = [
         ("model.dim", "model.dim", model.dim),
-        ("model.ffn", "model.ffn", model.ffn),
+        ("model.ffn", "model.ffn", if all_experts { 0 } else { model.ffn }),
+        ("model.expert_ffn", "the width of an expert", model.expert_width()),
         ("model.heads", "the width of all heads", model.attention_width()),
         ("model.kv_heads", "the width of queries, keys and values", model.qkv_width()),
         ("train.batch", "train.batch times model.seq", spec.train.batch * model.seq),
@@ -122,6 +116,14 @@ mod tests {
         };
         assert_eq!(error(|_| ()), None);
         assert_eq!(error(|s| s.model.ffn = Some(1000)), Some("model.ffn"));
+        fn experts(spec: &mut JobSpec, width: usize) {
+            let model = &mut spec.model;
+            (model.experts, model.experts_per_token, model.expert_ffn) = (Some(4), Some(2), Some(width));
+            // No block uses it.
+            model.ffn = Some(1000);
+        }
+        assert_eq!(error(|s| experts(s, 40)), Some("model.expert_ffn"));
+        assert_eq!(error(|s| experts(s, 48)), None);
         assert_eq!(error(|s| (s.train.batch, s.model.seq) = (3, Some(100))), Some("train.batch"));
         assert_eq!(error(|s| (s.model.dim, s.model.heads) = (Some(40), Some(1))), Some("model.dim"));
         assert_eq!(error(|s| (s.train.batch, s.model.seq) = (4, Some(100))), None);

@@ -125,6 +125,11 @@ impl Backend {
         self.gpu().is_none_or(|gpu| gpu.device.capability >= (8, 9))
     }
 
+    /// Returns whether the device multiplies rows of experts in FP8.
+    pub fn supports_fp8_experts(&self) -> bool {
+        self.gpu().is_none_or(|gpu| gpu.hopper.supports(&[], &[], &[]))
+    }
+
     /// Starts to time every kernel of a GPU.
     pub fn begin_profile(&self) {
         if let Some(gpu) = self.gpu() {

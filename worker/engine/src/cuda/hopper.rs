@@ -27,6 +27,8 @@ pub(crate) const THREADS: u32 = 3 * WARPGROUP;
 pub(crate) const TILE_M: usize = 128;
 pub(crate) const TILE_K: usize = 64;
 pub(crate) const SQUARE: usize = 64;
+/// Bytes of a row of a tile: the width of the swizzle.
+pub(crate) const TILE_ROW_BYTES: usize = 128;
 /// Dynamic shared memory other than tiles: barriers, and space to align the start to 1,024 bytes.
 pub(crate) const OTHER_SHARED: usize = 2048;
 
@@ -112,24 +114,40 @@ impl Hopper {
     }
 }
 
-/// Returns the number of rows of tiles, of a left operand with this depth, whose blocks run one after another.
-pub(crate) fn cached_tile_rows(depth: usize) -> usize {
-    (CACHED_BYTES / (TILE_M * depth * size_of::<u16>())).clamp(MIN_TILE_ROWS, MAX_TILE_ROWS)
+/// Returns the number of rows of tiles, of a left operand whose rows have this many bytes, whose blocks run one after
+/// another.
+pub(crate) fn cached_tile_rows(depth_bytes: usize) -> usize {
+    (CACHED_BYTES / (TILE_M * depth_bytes)).clamp(MIN_TILE_ROWS, MAX_TILE_ROWS)
 }
 
 /// Describes a dense array, innermost dimension first, that is loaded in boxes with the 128-byte swizzle. Elements
 /// outside the array read as zero.
 pub(crate) fn tensor_map(x: Slice<'_>, dims: [usize; 3], tile: [usize; 3]) -> Result<CUtensorMap> {
+    strided_map(x, dims, [dims[0], dims[0] * dims[1]], tile)
+}
+
+/// Describes an array like [`tensor_map`], with the distances between elements in its second and third dimension. Its
+/// elements are bf16 or FP8.
+pub(crate) fn strided_map(
+    x: Slice<'_>,
+    dims: [usize; 3],
+    strides: [usize; 2],
+    tile: [usize; 3],
+) -> Result<CUtensorMap> {
     let mut map = MaybeUninit::uninit();
-    let size = DType::Bf16.size() as u64;
+    let element = if x.dtype() == DType::Bf16 {
+        CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    } else {
+        CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8
+    };
+    let strides = strides.map(|stride| (stride * x.dtype().size()) as u64);
     let dims = dims.map(|dim| dim as u64);
-    let strides = [dims[0] * size, dims[0] * dims[1] * size];
     let (tile, steps) = (tile.map(|len| len as u32), [1; 3]);
     // SAFETY: the arrays have as many elements as the rank says, and the map is valid for a write.
     let made = unsafe {
         cuTensorMapEncodeTiled(
             map.as_mut_ptr(),
-            CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            element,
             dims.len() as u32,
             x.address() as *mut _,
             dims.as_ptr(),

@@ -48,9 +48,9 @@ pub use documents::Documents;
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
 pub use experts::{
     BalanceLoss, CombineRows, CombineRowsBackward, ExpertBiasBackward, ExpertBiasForward, GatherRows,
-    GatherRowsBackward, GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedShape,
-    MAX_CHOSEN, MAX_EXPERTS, RouteBackward, RouteForward, RouteShape, Router, RouterLogits, RowsShape,
-    SortByExpert, UpdateRouterBias,
+    GatherRowsBackward, GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedFp8,
+    GroupedProduct, GroupedShape, MAX_CHOSEN, MAX_EXPERTS, RouteBackward, RouteForward, RouteShape, Router,
+    RouterLogits, RowsShape, SortByExpert, UpdateRouterBias,
 };
 pub use fp8::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
 pub use gemm::{Gemm, Matrix};
@@ -148,7 +148,7 @@ impl Cuda {
     /// Opens cuDNN in the background, if these operations use it. Returns sources, with their macros, of kernels that
     /// only they use.
     fn prepare_operations(&self, operations: &Operations) -> Vec<(Source, Vec<Macro>)> {
-        let Operations { attention, activation, gated, experts, muon, .. } = *operations;
+        let Operations { attention, activation, gated, experts, muon, fp8, .. } = *operations;
         self.attention.prepare(self, attention);
         let compilation = if gated { glu::cuda::compilation } else { activation::cuda::compilation };
         let (source, macros, _) = compilation(activation);
@@ -156,7 +156,11 @@ impl Cuda {
         let hopper: [&[HopperKernel]; 4] = [
             if gated { &glu::hopper::KERNELS[activation as usize] } else { &[] },
             std::slice::from_ref(&linear::weight_grads::KERNEL),
-            if experts { &experts::grouped::hopper::KERNELS } else { &[] },
+            match (experts, fp8) {
+                (true, true) => &experts::grouped::hopper::FP8_KERNELS,
+                (true, false) => &experts::grouped::hopper::KERNELS,
+                (false, _) => &[],
+            },
             if muon { &muon::symmetric::KERNELS } else { &[] },
         ];
         let hopper = hopper.into_iter().flatten().filter(|_| has_hopper).map(HopperKernel::compilation);

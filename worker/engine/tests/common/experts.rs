@@ -77,6 +77,23 @@ impl Sizes {
     }
 }
 
+/// A layer of experts in FP8.
+#[derive(Debug)]
+pub(crate) struct Fp8Layer {
+    /// Number of rows of each expert.
+    rows: Vec<usize>,
+    /// Number of rows of other ranks' experts. Their elements are NaN.
+    absent: usize,
+    inputs: usize,
+    outputs: usize,
+}
+
+impl Fp8Layer {
+    fn len(&self) -> usize {
+        self.rows.iter().sum::<usize>() + self.absent
+    }
+}
+
 /// Returns the cases.
 pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
@@ -112,6 +129,23 @@ pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy) -> Vec<Case> {
         let (loads, bias) = (loads(values(78, layers * experts)), values(79, layers * experts));
         let case = move |ops: &Ops<'_>| vec![("bias", ops.router_bias(experts, &loads, &bias, loss))];
         cases.push((format!("router bias {layers} x {experts}, loss {loss}"), Box::new(case)));
+    }
+    for (rows, absent, inputs, outputs, acc) in [
+        (vec![16], 0, 16, 16, Accumulate::Overwrite),
+        // An expert without rows, sums deeper than the ring of tiles, and rows that begin anywhere.
+        (vec![1, 950, 0, 9], 0, 48, 912, Accumulate::Add),
+        // Several tiles of columns; a sum that ends with the rows of this rank's experts.
+        (vec![40, 3, 70], 79, 528, 272, Accumulate::Overwrite),
+    ] {
+        let layer = Fp8Layer { rows, absent, inputs, outputs };
+        let [x, w, dy] = [
+            (81, layer.len() * inputs),
+            (82, layer.rows.len() * inputs * outputs),
+            (83, layer.len() * outputs),
+        ]
+        .map(|(seed, len)| values(seed, len));
+        let name = format!("fp8 {layer:?} {acc:?}");
+        cases.push((name, Box::new(move |ops| ops.fp8_experts(&layer, [&x, &w, &dy], acc))));
     }
     for (rows, inputs, outputs) in [(5, 40, 8), (130, 136, 24), (33, 24, 1)] {
         let s = LinearShape { rows, inputs, outputs };
@@ -359,5 +393,36 @@ impl Ops<'_> {
         [("y", &y), ("layer's dx", &dx), ("dw", &dw), ("y with biases", &biased), ("dbias", &dbias)]
             .map(|(name, tensor)| (name, self.read(tensor)))
             .into()
+    }
+
+    /// Computes the output of a layer and its gradients.
+    pub(crate) fn fp8_experts(&self, layer: &Fp8Layer, [x, w, dy]: [&[f32]; 3], acc: Accumulate) -> Outputs {
+        let (Fp8Layer { rows, inputs, outputs, .. }, count) = (layer, layer.len());
+        let (inputs, outputs, experts, exist) = (*inputs, *outputs, rows.len(), count - layer.absent);
+        let ends = rows.iter().scan(0, |end, rows| {
+            *end += i32::try_from(*rows).unwrap();
+            Some(*end)
+        });
+        let offsets = self.ints(&[0].into_iter().chain(ends).collect::<Vec<_>>());
+        let end = (layer.absent > 0).then(|| offsets.slice(experts..experts + 1));
+        let with_absent = |values: &[f32], cols| -> Vec<f32> {
+            let exist = values[..exist * cols].iter().copied();
+            exist.chain(std::iter::repeat_n(f32::NAN, layer.absent * cols)).collect()
+        };
+        let x = self.quantized([count, inputs], DType::Fp8E4m3, &with_absent(x, inputs), end);
+        let dy = self.quantized([count, outputs], DType::Fp8E5m2, &with_absent(dy, outputs), end);
+        let w = self.quantized([experts * outputs, inputs], DType::Fp8E4m3, w, None);
+        let shape = GroupedShape { rows: count, experts, inputs, outputs };
+        let run = |product, [a, b]: [Fp8Operand<'_>; 2], out: Tensor, acc| {
+            let offsets = offsets.all();
+            self.backend.run(GroupedFp8 { shape, product, offsets, a, b, out: out.all(), acc }).unwrap();
+            self.read(&out)
+        };
+        let new = Accumulate::Overwrite;
+        let y = run(GroupedProduct::Forward, [x.rows(), w.rows()], self.out(count * outputs), new);
+        let dx = run(GroupedProduct::Input, [dy.rows(), w.columns()], self.out(count * inputs), new);
+        let dw = self.grad(acc, experts * inputs * outputs);
+        let dw = run(GroupedProduct::Weight, [dy.columns(), x.columns()], dw, acc);
+        vec![("y", y[..exist * outputs].into()), ("dx", dx[..exist * inputs].into()), ("dw", dw)]
     }
 }

@@ -328,10 +328,10 @@ impl Ops<'_> {
         let is_diagonal = |at: usize| at.is_multiple_of(inputs + 1);
         let identity: Vec<f32> =
             (0..inputs * inputs).map(|at| f32::from(u8::from(is_diagonal(at)))).collect();
-        let x = self.quantized(rows, inputs, e4m3, x);
+        let x = self.quantized([rows, inputs], e4m3, x, None);
         let [w, dy, identity] =
             [(outputs, inputs, e4m3, w), (rows, outputs, e5m2, dy), (inputs, inputs, e4m3, &identity)]
-                .map(|(rows, cols, dtype, values)| self.quantized(rows, cols, dtype, values));
+                .map(|(rows, cols, dtype, values)| self.quantized([rows, cols], dtype, values, None));
         let bias = self.maybe_act(bias);
         let bias = bias.as_ref().map(Tensor::all);
         let gemm = |[rows, cols, depth]: [usize; 3], a, b, bias: Option<Slice<'_>>, acc, y: Tensor| {
@@ -352,12 +352,19 @@ impl Ops<'_> {
         vec![("y", y), ("dx", dx), ("dw", dw), ("rounded", rounded), ("scales", scales.into())]
     }
 
-    fn quantized(&self, rows: usize, cols: usize, dtype: DType, values: &[f32]) -> Quantized {
+    /// Rounds a tensor, of whose rows only `end` exist if there is one.
+    fn quantized(
+        &self,
+        [rows, cols]: [usize; 2],
+        dtype: DType,
+        values: &[f32],
+        end: Option<Slice<'_>>,
+    ) -> Quantized {
         let (x, scale) = (self.act(values), self.out_f32(1));
         let [q, transposed] = [0, 1].map(|_| self.backend.alloc(dtype, x.len()).unwrap());
         let [one, other] = [Some(q.all()), Some(transposed.all())];
         let args =
-            QuantizeFp8 { rows, cols, dtype, x: x.all(), q: one, transposed: other, scale: scale.all() };
+            QuantizeFp8 { rows, cols, dtype, x: x.all(), q: one, transposed: other, scale: scale.all(), end };
         // Each output separately.
         for (q, transposed) in [(one, None), (None, other)] {
             [&q, &transposed].into_iter().flatten().for_each(|out| self.backend.zero(*out).unwrap());

@@ -80,6 +80,7 @@ const WHOLE_HEAD_ROPE: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope
 const TILES: &str = "experts 300 x 2 of 4";
 /// The same case, with the kernels for compute capability 9.0.
 const WGMMA_TILES: &str = "experts 300 x 2 of 4 Softmax";
+const FP8_TILES: &str = "fp8 Fp8Layer { rows: [40";
 const HEADS: &str = "qk norm Head AttentionShape { batch: 2, seq: 35";
 /// Rows have more items than a block has threads, and blocks have several rows.
 const WIDE_HEADS: &str = "qk norm Full AttentionShape { batch: 3, seq: 7, heads: 40";
@@ -464,7 +465,15 @@ const MISTAKES: &[Mistake] = &[
     mistake("experts/grouped/hopper.cu", "barrier_wait(&s.full[stage], at", "(at", Bf16, WGMMA_TILES, EARLY_WGMMA),
     mistake("experts/grouped/hopper.cu", "    wgmma_wait<0>();\n", "", Bf16, WGMMA_TILES, EARLY_USE),
     mistake("experts/grouped/hopper.cu", "    fence_async();\n", "", Bf16, WGMMA_TILES, UNFENCED),
-    mistake("experts/grouped/hopper.cu", "clear_rows(a, tile.clear - k, group);", ";", Bf16, WGMMA_TILES, DIFFERS),
+    mistake(
+        "experts/grouped/hopper.cu", "        clear_products(a, tile.first - k, tile.last - k, group);", ";",
+        Bf16, WGMMA_TILES, DIFFERS,
+    ),
+    mistake("experts/grouped/hopper.cu", "i < first || ", "", Bf16, FP8_TILES, DIFFERS),
+    mistake("experts/grouped/hopper.cu", " || i >= last", "", Bf16, FP8_TILES, DIFFERS),
+    mistake("experts/grouped/hopper.cu", "begin / 16 * 16", "begin", Bf16, FP8_TILES, "in the middle of 16 bytes"),
+    mistake("experts/grouped/hopper.cu", "        wgmma_wait<0>();\n", "", Bf16, FP8_TILES, EARLY_USE),
+    mistake("fp8/kernel.cu", "if (row + i < exist) p", "p", Bf16, FP8_TILES, DIFFERS),
     mistake(
         "experts/grouped/hopper.cu", "row, tile.rows, tile.col", "row, 1 << 30, tile.col",
         Bf16, WGMMA_TILES, ANY_WRITE,

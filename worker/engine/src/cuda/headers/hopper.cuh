@@ -263,15 +263,35 @@ WGMMA(48, "96", "%48", "%49", "%50", "%51", "%52", "%53", "%54")
 WGMMA(64, "128", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 WGMMA(96, "192", "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 WGMMA(128, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+// The same for FP8: a (64, 32), b (32, N), not across. b is E4M3, and so is a unless it is E5M2.
+#define WGMMA_FP8_ASM(LENGTH, N, TYPES, P0, P1, P2)                                                                    \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P2 ", 0;\n"                                                   \
+                 "wgmma.mma_async.sync.aligned.m64n" N "k32.f32." TYPES " "                                            \
+                 "{" WGMMA_NUMBERS_##LENGTH "}, " P0 ", " P1 ", add, 1, 1;\n}"                                         \
+                 : WGMMA_RESULTS_##LENGTH                                                                              \
+                 : "l"(wgmma_operand<false>(a)), "l"(wgmma_operand<false>(b)), "r"((int)add))
+#define WGMMA_FP8(LENGTH, N, P0, P1, P2)                                                                               \
+    template <bool E5M2>                                                                                               \
+    __device__ inline void wgmma_fp8(float (&d)[LENGTH], const void* a, const void* b, bool add) {                     \
+        if (E5M2) WGMMA_FP8_ASM(LENGTH, N, "e5m2.e4m3", P0, P1, P2);                                                   \
+        else WGMMA_FP8_ASM(LENGTH, N, "e4m3.e4m3", P0, P1, P2);                                                        \
+    }
+WGMMA_FP8(64, "128", "%64", "%65", "%66")
+WGMMA_FP8(128, "256", "%128", "%129", "%130")
 #else
 template <bool A_ACROSS, bool B_ACROSS, int LENGTH>
 __device__ inline void wgmma(float (&d)[LENGTH], const void* a, const void* b, bool add) {
-    EmulatorWgmma call = {d, 2 * LENGTH, a, b, add, A_ACROSS, B_ACROSS, nullptr};
+    EmulatorWgmma call = {d, 2 * LENGTH, a, b, add, A_ACROSS, B_ACROSS, nullptr, EMULATOR_BF16};
     emulator_wgmma(&call, __FILE__, __LINE__);
 }
 template <bool B_ACROSS, int LENGTH>
 __device__ inline void wgmma(float (&d)[LENGTH], const u32 (&a)[4], const void* b, bool add) {
-    EmulatorWgmma call = {d, 2 * LENGTH, nullptr, b, add, false, B_ACROSS, a};
+    EmulatorWgmma call = {d, 2 * LENGTH, nullptr, b, add, false, B_ACROSS, a, EMULATOR_BF16};
+    emulator_wgmma(&call, __FILE__, __LINE__);
+}
+template <bool E5M2, int LENGTH>
+__device__ inline void wgmma_fp8(float (&d)[LENGTH], const void* a, const void* b, bool add) {
+    EmulatorWgmma call = {d, 2 * LENGTH, a, b, add, false, false, nullptr, E5M2 ? EMULATOR_E5M2 : EMULATOR_E4M3};
     emulator_wgmma(&call, __FILE__, __LINE__);
 }
 #endif

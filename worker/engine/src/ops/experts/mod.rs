@@ -22,7 +22,9 @@ pub(crate) mod rows;
 pub(crate) mod sort;
 
 pub use bias::UpdateRouterBias;
-pub use grouped::{GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedShape};
+pub use grouped::{
+    GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedFp8, GroupedProduct, GroupedShape,
+};
 pub use layer_bias::{ExpertBiasBackward, ExpertBiasForward};
 pub use logits::RouterLogits;
 pub use route::{BalanceLoss, RouteBackward, RouteForward, RouteShape, Router};
@@ -35,6 +37,6 @@ pub const MAX_EXPERTS: usize = 512;
 pub const MAX_CHOSEN: usize = 32;
 
 /// Converts an index in device memory. A negative one would fail the bounds check.
-fn index(value: i32) -> usize {
+pub(crate) fn index(value: i32) -> usize {
     usize::try_from(value).unwrap_or(usize::MAX / (1 << 24))
 }

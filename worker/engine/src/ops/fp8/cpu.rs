@@ -6,13 +6,15 @@ use super::format::{Format, SMALLEST_MAX};
 use super::{Fp8Operand, GemmFp8, QuantizeFp8};
 use crate::cpu::gemm::{Mat, parallel_gemm};
 use crate::cpu::{Access, Threads};
+use crate::ops::experts::index;
 use crate::ops::{Accumulate, linear};
 
 pub(crate) fn quantize(t: &Threads, args: QuantizeFp8<'_>) {
-    let QuantizeFp8 { rows, cols, dtype, .. } = args;
+    let QuantizeFp8 { rows, cols, dtype, end, .. } = args;
     let access = Access::new("quantize_fp8");
     let format = Format::of(dtype);
     let x = access.read(args.x, rows * cols);
+    let exist = end.map_or(rows, |end| index(access.read_i32(end, 1)[0]).min(rows)) * cols;
     let [q, transposed] = [args.q, args.transposed].map(|out| {
         out.map(|out| {
             assert!(out.dtype() == dtype && out.len() == x.len(), "quantize_fp8: {out:?}");
@@ -20,34 +22,39 @@ pub(crate) fn quantize(t: &Threads, args: QuantizeFp8<'_>) {
         })
     });
     // The bits of NaN compare greater than those of every number.
-    let max = t.run(|| x.par_iter().map(|x| x.abs().to_bits()).max());
+    let max = t.run(|| x[..exist].par_iter().map(|x| x.abs().to_bits()).max());
     let max = max.map_or(0.0, f32::from_bits);
     let max = if max < SMALLEST_MAX { SMALLEST_MAX } else { max };
     access.write(args.scale, 1)[0] = max / format.largest;
     let inverse = format.largest / max;
     t.run(|| {
         if let Some(q) = q {
-            q.par_iter_mut().zip(x).for_each(|(q, x)| *q = format.encode(x * inverse));
+            q[exist..].fill(0);
+            q.par_iter_mut().zip(&x[..exist]).for_each(|(q, x)| *q = format.encode(x * inverse));
         }
         if let Some(transposed) = transposed {
             transposed.par_chunks_mut(rows).enumerate().for_each(|(col, out)| {
-                let column = x[col..].iter().step_by(cols);
+                out[exist / cols..].fill(0);
+                let column = x[..exist].iter().skip(col).step_by(cols);
                 out.iter_mut().zip(column).for_each(|(q, x)| *q = format.encode(x * inverse));
             });
         }
     });
 }
 
+/// Returns the operand in F32.
+pub(crate) fn decode(t: &Threads, access: &Access, operand: Fp8Operand<'_>, len: usize) -> Vec<f32> {
+    let Fp8Operand { q, scale } = operand;
+    assert!(q.len() == len, "{q:?}");
+    let format = Format::of(q.dtype());
+    let (q, scale) = (access.read_bytes(q), access.read(scale, 1)[0]);
+    t.run(|| q.par_iter().map(|q| format.decode(*q) * scale).collect())
+}
+
 pub(crate) fn gemm(t: &Threads, args: GemmFp8<'_>) {
     let GemmFp8 { rows, cols, depth, a, b, .. } = args;
     let access = Access::new("gemm_fp8");
-    let decode = |operand: Fp8Operand<'_>, len| -> Vec<f32> {
-        assert!(operand.q.len() == len, "gemm_fp8: {:?}", operand.q);
-        let format = Format::of(operand.q.dtype());
-        let (q, scale) = (access.read_bytes(operand.q), access.read(operand.scale, 1)[0]);
-        t.run(|| q.par_iter().map(|q| format.decode(*q) * scale).collect())
-    };
-    let (a, b) = (decode(a, rows * depth), decode(b, cols * depth));
+    let (a, b) = (decode(t, &access, a, rows * depth), decode(t, &access, b, cols * depth));
     let bias = args.bias.map(|bias| access.read(bias, cols));
     let y = access.write(args.y, rows * cols);
     let add = linear::cpu::begin_sum(y, cols, bias) || args.acc == Accumulate::Add;

@@ -25,20 +25,25 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
 };
 
 pub(crate) fn quantize(gpu: &Gpu, args: QuantizeFp8<'_>) -> Result<()> {
-    let QuantizeFp8 { rows, cols, dtype, x, q, transposed, scale } = args;
+    let QuantizeFp8 { rows, cols, dtype, x, q, transposed, scale, end } = args;
     expect_multiples([rows, cols]);
     assert!(is_fp8(dtype), "{} is not FP8", dtype.name());
     gpu.expect_act(x, rows * cols);
     [q, transposed].into_iter().flatten().for_each(|out| expect(out, dtype, rows * cols));
     expect(scale, DType::F32, 1);
+    if let Some(end) = end {
+        expect(end, DType::I32, 1);
+    }
     let max = gpu.alloc(DType::I32, 1)?;
     gpu.zero(max.all())?;
     // SAFETY: checked above.
-    unsafe { gpu.launch("fp8_max", gpu.grid_for(x.len().div_ceil(VEC)), args![x, max.all(), x.len()]) }?;
+    unsafe {
+        gpu.launch("fp8_max", gpu.grid_for(x.len().div_ceil(VEC)), args![x, max.all(), end, rows, cols])
+    }?;
     let name = if dtype == DType::Fp8E4m3 { "fp8_quantize_e4m3" } else { "fp8_quantize_e5m2" };
     let launch = Launch::blocks(rows.div_ceil(FP8_TILE) * cols.div_ceil(FP8_TILE), FP8_THREADS as u32);
     // SAFETY: checked above; outputs overlap no input by the operation's contract.
-    unsafe { gpu.launch(name, launch, args![x, max.all(), q, transposed, scale, rows, cols]) }
+    unsafe { gpu.launch(name, launch, args![x, max.all(), end, q, transposed, scale, rows, cols]) }
 }
 
 pub(crate) fn gemm(gpu: &Gpu, args: GemmFp8<'_>) -> Result<()> {

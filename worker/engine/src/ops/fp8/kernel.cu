@@ -8,9 +8,14 @@ __device__ inline u32 magnitude(float x) { return __float_as_uint(x) & 0x7ffffff
 // Vectors that a thread fetches at once.
 #define FP8_MAX_VECS 4
 
+// Number of rows that exist; only the device may know it.
+__device__ inline i64 existing_rows(const int* end, i64 rows) { return end ? min((i64)*end, rows) : rows; }
+
 // *found = the bits of the largest absolute value of x; zero before. Grid-stride loop.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) fp8_max(const ACT* __restrict__ x, u32* found, i64 len) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+    fp8_max(const ACT* __restrict__ x, u32* found, const int* __restrict__ end, i64 rows, i64 cols) {
     pdl_wait_and_launch();
+    i64 len = existing_rows(end, rows) * cols;
     __shared__ u32 warps[BLOCK_THREADS / WARP];
     u32 largest = 0;
     i64 step = gridDim.x * (i64)BLOCK_THREADS * 8;
@@ -46,8 +51,9 @@ __device__ inline void transpose_bytes(u32 (&w)[4]) {
 }
 
 template <bool E5M2>
-__device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict__ max_bits, u8* __restrict__ q,
-                                u8* __restrict__ transposed, float* __restrict__ scale, i64 rows, i64 cols) {
+__device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict__ max_bits,
+                                const int* __restrict__ end, u8* __restrict__ q, u8* __restrict__ transposed,
+                                float* __restrict__ scale, i64 rows, i64 cols) {
     // For each column of the tile, its rows in pieces of 8 bytes. The threads of a warp write pieces of different
     // columns at the same time, but read those of one column. To use all banks in both cases, the index of a piece is
     // XORed with bits of the column's index.
@@ -62,12 +68,15 @@ __device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict
     int group = threadIdx.x % FP8_PIECES, piece = threadIdx.x / FP8_PIECES;
     i64 across = (cols + FP8_TILE - 1) / FP8_TILE;
     i64 first_row = blockIdx.x / across * FP8_TILE, first_col = blockIdx.x % across * FP8_TILE;
-    i64 row = first_row + 8 * piece, col = first_col + 8 * group;
+    i64 row = first_row + 8 * piece, col = first_col + 8 * group, exist = existing_rows(end, rows);
+    // The next tile is cleared: sums over rows read up to a tile's rows past the last one.
+    if (first_row >= exist + FP8_TILE) return;
     bool inside = row < rows && col < cols;
     Packed<ACT> p[8] = {};
     if (inside)
 #pragma unroll
-        for (int i = 0; i < 8; i++) p[i] = fetch8(x + (row + i) * cols + col);
+        for (int i = 0; i < 8; i++)
+            if (row + i < exist) p[i] = fetch8(x + (row + i) * cols + col);
     // Indexed by columns 0 to 3 and 4 to 7, then rows 0 to 3 and 4 to 7.
     u32 words[2][2][4];
 #pragma unroll
@@ -109,15 +118,15 @@ __device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict
 
 // x (N, C), q (N, C) or null, transposed (C, N) or null. Grid: one block per tile, row by row.
 extern "C" __global__ void __launch_bounds__(FP8_THREADS)
-    fp8_quantize_e4m3(const ACT* x, const u32* max_bits, u8* q, u8* transposed, float* scale, i64 rows,
-                      i64 cols) {
+    fp8_quantize_e4m3(const ACT* x, const u32* max_bits, const int* end, u8* q, u8* transposed, float* scale,
+                      i64 rows, i64 cols) {
     pdl_wait_and_launch();
-    quantize<false>(x, max_bits, q, transposed, scale, rows, cols);
+    quantize<false>(x, max_bits, end, q, transposed, scale, rows, cols);
 }
 
 extern "C" __global__ void __launch_bounds__(FP8_THREADS)
-    fp8_quantize_e5m2(const ACT* x, const u32* max_bits, u8* q, u8* transposed, float* scale, i64 rows,
-                      i64 cols) {
+    fp8_quantize_e5m2(const ACT* x, const u32* max_bits, const int* end, u8* q, u8* transposed, float* scale,
+                      i64 rows, i64 cols) {
     pdl_wait_and_launch();
-    quantize<true>(x, max_bits, q, transposed, scale, rows, cols);
+    quantize<true>(x, max_bits, end, q, transposed, scale, rows, cols);
 }

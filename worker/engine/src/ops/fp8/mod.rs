@@ -40,6 +40,9 @@ pub struct QuantizeFp8<'a> {
     pub transposed: Option<Slice<'a>>,
     /// (1,) F32.
     pub scale: Slice<'a>,
+    /// (1,) I32: the number of rows that exist; `None` if all do. The others are not read, and at least 128 of them
+    /// become 0: GEMMs that sum over rows read whole tiles.
+    pub end: Option<Slice<'a>>,
 }
 
 impl Op for QuantizeFp8<'_> {

@@ -141,7 +141,7 @@ unsafe fn launch(
     written: [Arg; 2],
     [rows, cols, k]: [usize; 3],
 ) -> Result<()> {
-    let group = cached_tile_rows(k);
+    let group = cached_tile_rows(k * size_of::<u16>());
     let tile_cols = if gradient { tiling.tile_n() } else { tiling.tile_n() / 2 };
     let blocks = (rows.div_ceil(TILE_M) * cols.div_ceil(tile_cols)).min(gpu.hopper.multiprocessors());
     let sizes = [rows, cols, k, group].map(Arg::from);

@@ -4,10 +4,13 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedShape};
+use super::{
+    GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedFp8, GroupedProduct, GroupedShape,
+};
 use crate::cpu::gemm::{Mat, blocked_gemm, parallel_gemm};
 use crate::cpu::{Access, Threads};
 use crate::ops::experts::{MAX_CHOSEN, index};
+use crate::ops::fp8::cpu::decode;
 use crate::ops::gemv::cpu::dot_products;
 use crate::ops::{Accumulate, GEMV_ROWS, LinearShape};
 
@@ -86,5 +89,35 @@ pub(super) fn backward_weight(t: &Threads, args: GroupedBackwardWeight<'_>) {
         let dy = Mat::new(&dy[rows.start * s.outputs..rows.end * s.outputs], rows.len(), s.outputs);
         let x = Mat::new(&x[rows.start * s.inputs..rows.end * s.inputs], rows.len(), s.inputs);
         parallel_gemm(t, dw, dy.t(), x, add);
+    }
+}
+
+pub(super) fn fp8(t: &Threads, args: GroupedFp8<'_>) {
+    let GroupedFp8 { shape: s, product, offsets, a, b, out, acc } = args;
+    let (access, [a_len, b_len, out_len], add) =
+        (Access::new("grouped_fp8"), args.lens(), acc == Accumulate::Add);
+    let (a, b) = (decode(t, &access, a, a_len), decode(t, &access, b, b_len));
+    let out = access.write(out, out_len);
+    for (expert, rows) in groups(access.read_i32(offsets, s.experts + 1)) {
+        let of_rows = |width: usize| rows.start * width..rows.end * width;
+        match product {
+            GroupedProduct::Weight if rows.is_empty() && !add => out[s.weights(expert)].fill(0.0),
+            _ if rows.is_empty() => (),
+            GroupedProduct::Forward => {
+                let w = Mat::new(&b[s.weights(expert)], s.outputs, s.inputs);
+                let x = Mat::new(&a[of_rows(s.inputs)], rows.len(), s.inputs);
+                parallel_gemm(t, &mut out[of_rows(s.outputs)], x, w.t(), false);
+            }
+            GroupedProduct::Input => {
+                let w = Mat::strided(&b[expert * s.outputs..], s.inputs, s.outputs, s.experts * s.outputs);
+                let dy = Mat::new(&a[of_rows(s.outputs)], rows.len(), s.outputs);
+                parallel_gemm(t, &mut out[of_rows(s.inputs)], dy, w.t(), false);
+            }
+            GroupedProduct::Weight => {
+                let [dy, x] = [(&a, s.outputs), (&b, s.inputs)]
+                    .map(|(x, height)| Mat::strided(&x[rows.start..], height, rows.len(), s.rows));
+                parallel_gemm(t, &mut out[s.weights(expert)], dy, x.t(), add);
+            }
+        }
     }
 }

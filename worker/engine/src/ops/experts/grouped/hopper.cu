@@ -1,24 +1,30 @@
 // Linear layers of experts on compute capability 9.0, in bf16 and summed in fp32 in the order of the products:
-// PRODUCT 0: y[i] = x[i] w[e]^T; 1: dx[i] = dy[i] w[e]; 2: dw[e] = sum_i dy[i]^T x[i]; see mod.rs.
+// PRODUCT 0: y[i] = x[i] w[e]^T; 1: dx[i] = dy[i] w[e]; 2: dw[e] = sum_i dy[i]^T x[i]; see mod.rs. With FP8, operands
+// are those of mod.rs' table, and results are multiplied by both scales.
 //
 // One block per SM goes through the tiles of the result, TILE_M x TILE_N each. One thread requests tiles of both
-// operands, TILE_K deep, into a ring of STAGES buffers in shared memory; two warpgroups multiply 64 rows each.
+// operands, DEPTH deep, into a ring of STAGES buffers in shared memory; two warpgroups multiply 64 rows each.
 //
 // Tiles do not cross from one expert to the next. The last rows of a tile may be those of the next expert: they are
-// computed, but not written. In the weights' gradient, where rows are summed over, they are cleared in one operand.
+// computed, but not written. In the weights' gradient, where rows are summed over, those of other experts are cleared
+// in one operand.
 //
 // Boxes of the maps are 64 elements wide, swizzled: x (64, TILE_M, 1) of (I, M, 1) and w (64, TILE_N, 1) of (I, O, E)
-// for PRODUCT 0; operands that are "across" (see hopper.cuh) are in boxes of 64 x 64. I and O are multiples of 8.
+// for PRODUCT 0; operands that are "across" (see hopper.cuh) are in boxes of 64 x 64. I and O are multiples of 8. In
+// FP8 no operand is across, and boxes are 128 elements wide.
 
 #define TILE_N 256
 #define MULTIPLIERS 8
 #define BLOCK_WARPS 12
-#define A_ACROSS (PRODUCT == 2)
-#define B_ACROSS (PRODUCT != 0)
+#define A_ACROSS (!FP8 && PRODUCT == 2)
+#define B_ACROSS (!FP8 && PRODUCT != 0)
+// Bytes of a row of a tile, and products that it holds.
+#define ROW_BYTES 128
+#define DEPTH (FP8 ? ROW_BYTES : TILE_K)
 
 struct Shared {
-    char a[STAGES][TILE_M * TILE_K * 2];
-    char b[STAGES][TILE_N * TILE_K * 2];
+    char a[STAGES][TILE_M * ROW_BYTES];
+    char b[STAGES][TILE_N * ROW_BYTES];
     // Per stage: its tiles have arrived; its tiles are no longer needed.
     Barrier full[STAGES], empty[STAGES];
     int offsets[MAX_EXPERTS + 1];
@@ -30,8 +36,9 @@ struct Tile {
     int expert;
     // Its corner in the result, and the end of the expert's rows.
     int row, col, rows;
-    // The products that are summed. In the weights' gradient they are rows; those from `clear` on are cleared.
-    int begin, end, clear;
+    // The products that are summed. In the weights' gradient they are rows, of which only those from `first` to `last`
+    // are the expert's: the others are cleared.
+    int begin, end, first, last;
 };
 
 // Tiles in the order in which blocks take them: by expert, and column by column within `group` rows of tiles, so that
@@ -65,9 +72,11 @@ struct Tiles {
         rest -= top * across();
         int row = (top + rest % rows) * TILE_M, col = rest / rows * TILE_N;
         int begin = s.offsets[expert], end = s.offsets[expert + 1];
+        if (PRODUCT != 2) return {expert, begin + row, col, end, 0, PRODUCT == 0 ? inputs : outputs, 0, 0};
+        // A copy begins at a multiple of 16 bytes of its rows.
+        int start = FP8 ? begin / 16 * 16 : begin;
         // An expert without rows has a product of cleared rows, so that its gradient is written.
-        if (PRODUCT == 2) return {expert, row, col, outputs, begin, max(end, begin + 1), end};
-        return {expert, begin + row, col, end, 0, PRODUCT == 0 ? inputs : outputs, 0};
+        return {expert, row, col, outputs, start, max(end, start + 1), begin, end};
     }
 };
 
@@ -87,7 +96,7 @@ __device__ inline void load_tiles(Shared& s, const TensorMap& a_map, const Tenso
     int at = 0;
     for (int i = blockIdx.x; i < tiles.count(); i += gridDim.x) {
         Tile tile = tiles.locate(i);
-        for (int k = tile.begin; k < tile.end; k += TILE_K, at++) {
+        for (int k = tile.begin; k < tile.end; k += DEPTH, at++) {
             int stage = at % STAGES;
             barrier_wait(&s.empty[stage], at / STAGES % 2 ^ 1);
             char *a = s.a[stage], *b = s.b[stage];
@@ -109,27 +118,80 @@ __device__ inline void load_tiles(Shared& s, const TensorMap& a_map, const Tenso
     }
 }
 
-// Clears the rows from `rows` on of this warpgroup's 64 x 64 elements.
-__device__ inline void clear_rows(char* square, int rows, int group) {
-    for (int i = rows * 8 + threadIdx.x % 128; i < 64 * 8; i += 128) ((uint4*)square)[i] = make_uint4(0, 0, 0, 0);
+// Returns a word without its bytes before `first` and from `last` on.
+__device__ inline u32 kept_bytes(u32 word, int first, int last) {
+    for (int i = 0; i < 4; i++)
+        if (i < first || i >= last) word &= ~(0xffu << 8 * i);
+    return word;
+}
+
+// Clears all products of this warpgroup's 64 rows of dw but those from `first` to `last`.
+__device__ inline void clear_products(char* square, int first, int last, int group) {
+    int begin = A_ACROSS ? last * 8 : 0;
+    for (int i = begin + threadIdx.x % 128; i < 64 * 8; i += 128) {
+        int row = i / 8, byte = i % 8 * 16;
+        if (!A_ACROSS && byte >= first && byte + 16 <= last) continue;
+        uint4& x = *(uint4*)(square + row * ROW_BYTES + (byte ^ row % 8 << 4));
+        int lo = first - byte, hi = last - byte;
+        if (A_ACROSS) x = make_uint4(0, 0, 0, 0);
+        else x = make_uint4(kept_bytes(x.x, lo, hi), kept_bytes(x.y, lo - 4, hi - 4), kept_bytes(x.z, lo - 8, hi - 8),
+                            kept_bytes(x.w, lo - 12, hi - 12));
+    }
     fence_async();
     group_wait<128>(1 + group);
 }
 
-// d = this warpgroup's 64 rows of the tile. `at`: number of stages passed.
-__device__ inline void multiply(float (&d)[TILE_N / 2], Shared& s, const Tile& tile, int& at) {
-    int lane = threadIdx.x % WARP, group = threadIdx.x / 128 - 1;
-    for (int k = tile.begin; k < tile.end; k += TILE_K, at++) {
-        int stage = at % STAGES;
-        barrier_wait(&s.full[stage], at / STAGES % 2);
-        char *a = s.a[stage] + group * SQUARE, *b = s.b[stage];
-        if (A_ACROSS && tile.clear - k < TILE_K) clear_rows(a, tile.clear - k, group);
-        wgmma_fence();
+// Waits for the tiles of a stage, the number `at`, with the products from k on. Returns this warpgroup's 64 rows of a.
+__device__ inline char* await_stage(Shared& s, const Tile& tile, int k, int at) {
+    int stage = at % STAGES, group = threadIdx.x / 128 - 1;
+    barrier_wait(&s.full[stage], at / STAGES % 2);
+    char* a = s.a[stage] + group * SQUARE;
+    if (PRODUCT == 2 && (k < tile.first || tile.last < k + DEPTH))
+        clear_products(a, tile.first - k, tile.last - k, group);
+    return a;
+}
+
+// Starts to compute d (+)= a b, for the columns of b that d has.
+template <int LENGTH>
+__device__ inline void start_products(float (&d)[LENGTH], const char* a, const char* b, bool add) {
+    wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < TILE_K / 16; j++)
-            wgmma<A_ACROSS, B_ACROSS>(d, a + j * (A_ACROSS ? 2048 : 32), b + j * (B_ACROSS ? 2048 : 32),
-                                      k > tile.begin || j > 0);
-        wgmma_commit();
+    for (int j = 0; j < ROW_BYTES / 32; j++) {
+#if FP8
+        wgmma_fp8<PRODUCT != 0>(d, a + j * 32, b + j * 32, add || j > 0);
+#else
+        wgmma<A_ACROSS, B_ACROSS>(d, a + j * (A_ACROSS ? 2048 : 32), b + j * (B_ACROSS ? 2048 : 32), add || j > 0);
+#endif
+    }
+    wgmma_commit();
+}
+
+// d = this warpgroup's 64 rows of the tile.
+__device__ inline void multiply(float (&d)[TILE_N / 2], Shared& s, const Tile& tile, int& at) {
+    int lane = threadIdx.x % WARP;
+#if FP8 && PRODUCT != 0
+    // Tensor cores keep fewer bits of sums of FP8 products than fp32 has, too few for long sums of gradients. Registers
+    // hold the sums, and those of the newest products for half of the columns.
+    for (int k = tile.begin; k < tile.end; k += DEPTH, at++) {
+        const char *a = await_stage(s, tile, k, at), *b = s.b[at % STAGES];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float part[TILE_N / 4];
+            start_products(part, a, b + half * TILE_N / 2 * ROW_BYTES, false);
+            wgmma_wait<0>();
+            wgmma_results(part);
+            if (half == 1 && lane == 0) barrier_arrive(&s.empty[at % STAGES]);
+#pragma unroll
+            for (int i = 0; i < TILE_N / 4; i++) {
+                float& sum = d[half * TILE_N / 4 + i];
+                sum = k > tile.begin ? sum + part[i] : part[i];
+            }
+        }
+    }
+#else
+    for (int k = tile.begin; k < tile.end; k += DEPTH, at++) {
+        const char* a = await_stage(s, tile, k, at);
+        start_products(d, a, s.b[at % STAGES], k > tile.begin);
         // When the previous stage's group of multiplications has ended, that stage has been read.
         if (k > tile.begin) {
             wgmma_wait<1>();
@@ -139,6 +201,7 @@ __device__ inline void multiply(float (&d)[TILE_N / 2], Shared& s, const Tile& t
     wgmma_wait<0>();
     wgmma_results(d);
     if (lane == 0) barrier_arrive(&s.empty[(at - 1) % STAGES]);
+#endif
 }
 
 // Writes rows `row` to `row + 16` of gradients that are added, or in fp32.
@@ -158,10 +221,11 @@ __device__ inline void write_gradients(const float (&d)[TILE_N / 2], void* dw, b
     }
 }
 
-// `out` is in bf16 and overwritten unless it is the weights' gradient.
+// `out` is in bf16 and overwritten unless it is the weights' gradient. Only FP8 has scales.
 extern "C" __global__ void __launch_bounds__(384, 1)
     grouped_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                   const int* __restrict__ offsets, void* out, bool out_bf16, bool add, i64 experts, i64 outputs,
+                   const int* __restrict__ offsets, const float* __restrict__ a_scale,
+                   const float* __restrict__ b_scale, void* out, bool out_bf16, bool add, i64 experts, i64 outputs,
                    i64 inputs, i64 group) {
     pdl_wait_and_launch();
     extern __shared__ uint4 bytes[];
@@ -184,6 +248,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = blockIdx.x; i < tiles.count(); i += gridDim.x) {
         Tile tile = tiles.locate(i);
         multiply(d, s, tile, at);
+        if (FP8)
+#pragma unroll
+            for (int j = 0; j < TILE_N / 2; j++) d[j] *= *a_scale * *b_scale;
         int row = tile.row + first_row, cols = tiles.cols();
         if (PRODUCT != 2) write_tile(d, (bf16*)out, row, tile.rows, tile.col, cols);
         else if (out_bf16 && !add)

@@ -1,0 +1,93 @@
+//! The linear layers of experts, in the element type of activations or in FP8, like those of `linear`.
+//!
+//! In FP8, backward rounds the input once more instead of keeping it: it is also needed unrounded, by other gradients,
+//! or computed again.
+
+use std::ops::Range;
+
+use xlaunch_engine::{
+    Accumulate, DType, Fp8Operand, GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedFp8,
+    GroupedProduct, GroupedShape, Result, Slice, Tensor,
+};
+
+use super::Model;
+use super::linear::{Fp8Tensor, Use};
+use super::pass::Pass;
+
+/// A layer of this rank's experts, and the rows that it multiplies.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ExpertLayer<'a> {
+    pub(super) shape: GroupedShape,
+    pub(super) weight: &'a Range<usize>,
+    /// (E + 1,) I32.
+    pub(super) offsets: Slice<'a>,
+    /// Number of rows that exist, unless all do.
+    pub(super) end: Option<Slice<'a>>,
+}
+
+impl Model {
+    /// Computes the output of a layer.
+    pub(super) fn expert_layer(&self, layer: ExpertLayer<'_>, x: &Tensor) -> Result<Tensor> {
+        let ExpertLayer { shape, weight, offsets, end } = layer;
+        let GroupedShape { rows, inputs, outputs, .. } = shape;
+        let (w, y) = (self.param(weight), self.activation(rows * outputs)?);
+        if self.in_fp8(rows) {
+            let x = self.rounded([rows, inputs], x.all(), Use::Rows, DType::Fp8E4m3, end)?;
+            let w = self.rounded_experts(layer, Use::Rows)?;
+            let (a, b) = (x.part(Use::Rows), w.part(Use::Rows));
+            self.fp8_product(layer, GroupedProduct::Forward, [a, b], y.all(), Accumulate::Overwrite)?;
+        } else {
+            self.backend.run(GroupedForward { shape, offsets, x: x.all(), w, y: y.all() })?;
+        }
+        Ok(y)
+    }
+
+    /// Computes the gradients of a layer's weights, unless they are frozen, and of its input, in `dx`.
+    pub(super) fn expert_layer_backward(
+        &self,
+        pass: Pass<'_>,
+        layer: ExpertLayer<'_>,
+        [dy, x]: [&Tensor; 2],
+        dx: Slice<'_>,
+    ) -> Result<()> {
+        let ExpertLayer { shape, weight, offsets, end } = layer;
+        let GroupedShape { rows, inputs, outputs, .. } = shape;
+        let (dw, acc) = (pass.gradient(weight), pass.acc);
+        if !self.in_fp8(rows) {
+            if let Some(dw) = dw {
+                let (dy, x) = (dy.all(), x.all());
+                self.backend.run(GroupedBackwardWeight { shape, offsets, dy, x, dw, acc })?;
+            }
+            let w = self.param(weight);
+            return self.backend.run(GroupedBackwardInput { shape, offsets, dy: dy.all(), w, dx });
+        }
+        let used = if dw.is_some() { Use::Both } else { Use::Rows };
+        let dy = self.rounded([rows, outputs], dy.all(), used, DType::Fp8E5m2, end)?;
+        if let Some(dw) = dw {
+            let x = self.rounded([rows, inputs], x.all(), Use::Columns, DType::Fp8E4m3, end)?;
+            let (a, b) = (dy.part(Use::Columns), x.part(Use::Columns));
+            self.fp8_product(layer, GroupedProduct::Weight, [a, b], dw, acc)?;
+        }
+        let w = self.rounded_experts(layer, Use::Columns)?;
+        let (a, b) = (dy.part(Use::Rows), w.part(Use::Columns));
+        self.fp8_product(layer, GroupedProduct::Input, [a, b], dx, Accumulate::Overwrite)
+    }
+
+    /// Rounds the weights of all of a layer's experts.
+    fn rounded_experts(&self, layer: ExpertLayer<'_>, used: Use) -> Result<Fp8Tensor> {
+        let GroupedShape { experts, inputs, outputs, .. } = layer.shape;
+        self.rounded([experts * outputs, inputs], self.param(layer.weight), used, DType::Fp8E4m3, None)
+    }
+
+    fn fp8_product(
+        &self,
+        layer: ExpertLayer<'_>,
+        product: GroupedProduct,
+        [a, b]: [Fp8Operand<'_>; 2],
+        out: Slice<'_>,
+        acc: Accumulate,
+    ) -> Result<()> {
+        let ExpertLayer { shape, offsets, .. } = layer;
+        self.backend.run(GroupedFp8 { shape, product, offsets, a, b, out, acc })
+    }
+}
