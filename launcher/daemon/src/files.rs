@@ -11,6 +11,7 @@
 //!         status.pb             the last StatusReply
 //!         result.json           JobResult; written last, atomically
 //!         logs/attempt_<n>/<local rank>/
+//! <state>/host                  the host that the directory belongs to; see [`crate::journal`]
 //! <state>/ids                   the job ids that may have been assigned; see [`crate::ids`]
 //! <state>/arrays/<id>.json      the submission of an array, named after its first job: the `job.json` of all its jobs
 //! <state>/trash/                directories of forgotten jobs, until they are removed

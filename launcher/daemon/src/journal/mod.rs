@@ -13,6 +13,8 @@
 //!   has created a new file;
 //! - only one daemon at a time has the directory open. It holds flock(2) locks both on the directory and on the file
 //!   `lock` in it: a lock file can be deleted, and directories cannot be locked on NFS;
+//! - only daemons of one host open the directory, the one that the file `host` names. On another host all running jobs
+//!   would look lost, and be started a second time;
 //! - nothing is opened, created or repaired in a directory that other users could have changed.
 //!
 //! The journal keeps no records in memory.
@@ -27,13 +29,13 @@ use std::time::{Duration, Instant};
 
 use fs_err::os::unix::fs::OpenOptionsExt;
 use fs_err::{File, OpenOptions};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use lines::{State, Unreadable};
 
-use crate::trusted_path;
-use xlaunch_host::clock;
+use crate::{boot_id, files, trusted_path};
+use xlaunch_host::{clock, devices};
 use xlaunch_proto::disk::Disk;
 
 /// Time to wait for the lock. It can outlive its daemon until that process has exited, and until a child that it has
@@ -45,6 +47,9 @@ const LOCK_RETRY_DELAY: Duration = Duration::from_millis(10);
 /// one part in [`RESERVED_PART_OF_DISK`] of the disk.
 const RESERVED_BYTES: u64 = 1 << 20;
 const RESERVED_PART_OF_DISK: u64 = 64;
+
+/// Name of the file with the [`Host`].
+const HOST: &str = "host";
 
 /// Number of damaged lines that a note lists by number.
 const MAX_LISTED_LINES: usize = 10;
@@ -100,6 +105,11 @@ pub(crate) enum JournalError {
     #[error("failed to lock {}: another daemon{} uses it; stop that daemon, or set daemon.state_dir to another \
         directory", dir.display(), .pid.map(|pid| format!(" (process {pid})")).unwrap_or_default())]
     InUse { dir: PathBuf, pid: Option<u32> },
+    /// The directory belongs to another host, whose jobs may be running.
+    #[error("failed to use {path} as the state directory: it belongs to host `{host}`, whose jobs may be running; give \
+        each host its own with `--state-dir` or daemon.state_dir, such as {path}-{own}, or remove {path}/{file} if \
+        host `{host}` was renamed or is gone for good", path = dir.display(), own = devices::host_name(), file = HOST)]
+    OtherHost { dir: PathBuf, host: String },
     /// The file has a newer format version.
     #[error("failed to read {}: it was written by xlaunch {writer} in format {version}, and this xlaunch reads formats \
         up to {}; start that version or a newer one", path.display(), lines::VERSION)]
@@ -118,8 +128,8 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
     /// repaired, and reported in the notes.
     ///
     /// # Errors
-    /// Other users can write to `dir`, another daemon has it open, a newer xlaunch wrote the journal, or the disk
-    /// fails.
+    /// Other users can write to `dir`, another daemon has it open, it belongs to another host, a newer xlaunch wrote
+    /// the journal, or the disk fails.
     pub(crate) fn open(dir: &Path) -> Result<(Self, Replay<E>), JournalError> {
         Self::open_on(dir, Disk::default())
     }
@@ -131,7 +141,10 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
         // Checked again, because in a sticky directory another user may have created it first.
         dir.check()?;
         dir.check_entries()?;
+        // Before the lock, so that a second daemon on another host is told the name of the first one's.
+        dir.check_host()?;
         let locks = dir.lock()?;
+        dir.claim()?;
         let path = dir.journal();
         let bytes = match dir.disk.read(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
@@ -234,6 +247,21 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
     }
 }
 
+/// The host that a state directory belongs to. Machine ids do not identify hosts: those installed from one image can
+/// share an id, and those without a disk get a new one at each boot.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Host {
+    name: String,
+    /// [`boot_id`] at the last start of a daemon.
+    boot: String,
+}
+
+impl Host {
+    fn own() -> Self {
+        Self { name: devices::host_name(), boot: boot_id() }
+    }
+}
+
 /// The locks on a state directory.
 #[derive(Debug)]
 struct Locks {
@@ -294,6 +322,40 @@ impl StateDir {
             .filter(|dir| dir.is_dir())
             .try_for_each(|dir| trusted_path::check_entries(dir))
             .map_err(unsafe_dir)
+    }
+
+    /// Returns the host that the directory belongs to, if it is recorded.
+    fn host(&self) -> io::Result<Option<Host>> {
+        match fs_err::read(self.path.join(HOST)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            read => Ok(serde_json::from_slice(&read?).ok()),
+        }
+    }
+
+    /// Checks that the directory belongs to this host, or to none. A host may have been renamed since its boot.
+    fn check_host(&self) -> Result<(), JournalError> {
+        let own = Host::own();
+        let is_own = |host: &Host| host.name == own.name || (host.boot == own.boot && !own.boot.is_empty());
+        match self.host()? {
+            Some(host) if !is_own(&host) => {
+                Err(JournalError::OtherHost { dir: self.path.clone(), host: host.name })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Records that the directory belongs to this host.
+    fn claim(&self) -> Result<(), JournalError> {
+        self.check_host()?;
+        let own = Host::own();
+        if self.host()?.as_ref() != Some(&own) {
+            match files::write(&self.path, HOST, &serde_json::to_vec(&own).map_err(io::Error::from)?) {
+                // A node whose disk is full must start.
+                Err(error) if !files::is_full(&error) => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(())
     }
 
     /// Locks the directory for as long as the returned files are open. They are close-on-exec, so agents do not inherit

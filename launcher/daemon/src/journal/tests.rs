@@ -369,6 +369,35 @@ fn second_daemon_is_refused() {
 }
 
 #[test]
+fn state_directory_of_another_host_is_refused() {
+    let dir = scratch();
+    let file = dir.path().join("host");
+    drop(open(dir.path()).unwrap());
+    let own: Host = serde_json::from_slice(&fs_err::read(&file).unwrap()).unwrap();
+    assert_eq!(own, Host::own(), "a directory without a record is adopted");
+    let host = |name: &str, boot: &str| {
+        fs_err::write(&file, format!(r#"{{"name":"{name}","boot":"{boot}"}}"#)).unwrap();
+    };
+    host("node-1", "earlier");
+    let error = open(dir.path()).unwrap_err().to_string();
+    let advice = format!("such as {}-{}, or", dir.path().display(), own.name);
+    assert!(error.contains("it belongs to host `node-1`") && error.contains(&advice), "{error}");
+    assert!(error.contains(&format!("or remove {} if host", file.display())), "{error}");
+    // After a reboot, and after a change of the host's name.
+    for (name, boot) in [(own.name.as_str(), "earlier"), ("node-1", own.boot.as_str())] {
+        host(name, boot);
+        drop(open(dir.path()).unwrap());
+        assert_eq!(fs_err::read(&file).unwrap(), serde_json::to_vec(&own).unwrap());
+    }
+    let (_journal, _) = open(dir.path()).unwrap();
+    host("node-1", "earlier");
+    assert!(
+        matches!(open(dir.path()), Err(JournalError::OtherHost { .. })),
+        "not only a process id is shown"
+    );
+}
+
+#[test]
 fn state_directory_writable_by_others_is_refused() {
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
     let dir = tempfile::tempdir().unwrap();
