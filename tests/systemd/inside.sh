@@ -450,8 +450,8 @@ stopped=$(submit -- sleep 1234567)
 until_true "the start of job $stopped" is_in "$stopped" running
 # As at shutdown of the system.
 systemctl stop "xlaunch-job-$stopped.service"
-expect_end "$stopped" cancelled 143
-step "cancelled job; stopped unit: job cancelled; killed unit: job lost"
+expect_end "$stopped" failed 143
+step "cancelled job; stopped unit: job failed; killed unit: job lost"
 
 # As if the system had been restarted: all processes of the job are gone, and the boot id differs.
 running=$(submit -- sleep 1234567)

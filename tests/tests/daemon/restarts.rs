@@ -11,6 +11,7 @@ xlaunch_harness::tests! {
     training_is_not_disturbed_by_kills_of_the_daemon,
     hundred_daemon_restarts_neither_lose_nor_repeat_jobs,
     killed_agent_leaves_lost_job_and_no_process,
+    agent_terminated_from_outside_is_not_cancelled_and_its_job_is_requeued,
     job_of_an_earlier_boot_is_lost_and_no_process_is_signalled,
     followed_log_waits_for_the_job_and_goes_on_after_a_restart_of_the_daemon;
 }
@@ -122,6 +123,27 @@ fn killed_agent_leaves_lost_job_and_no_process() {
     let lost = node.wait(job, "lost");
     assert_eq!(lost["exit_code"], Value::Null, "{lost}");
     wait_for("the worker to be killed", || (!is_alive(worker)).then_some(()));
+}
+
+/// Tests what systemd does to the agents in a service that it stops, and to all of them when the node shuts down.
+fn agent_terminated_from_outside_is_not_cancelled_and_its_job_is_requeued() {
+    let node = Node::new("");
+    let script = "echo up >> starts; exec sleep 1000";
+    let started = |count| wait_for("a start", || (node.lines("starts").len() == count).then_some(()));
+    let terminate = || node.agents().into_iter().for_each(|agent| send_signal(agent, Signal::TERM));
+    let job = node.submit_shell(script);
+    started(1);
+    terminate();
+    let failed = node.wait(job, "failed");
+    assert_eq!(failed["exit_code"], 143, "{failed}");
+    assert!(failed["reason"].as_str().unwrap().contains("not by the daemon"), "{failed}");
+    let again = node.submit(&["--requeue", "--", "sh", "-c", script]);
+    started(2);
+    terminate();
+    started(3);
+    assert_eq!(node.job(again)["requeues"], 1);
+    node.run(&["cancel", &again.to_string()]);
+    node.wait(again, "cancelled");
 }
 
 fn job_of_an_earlier_boot_is_lost_and_no_process_is_signalled() {

@@ -30,24 +30,29 @@ impl Manager {
     }
 
     pub(super) fn on_ended(&mut self, job: u64, result: JobResult, usage: Option<Usage>) {
-        let end = match result.exit {
-            0 => End::Done,
-            _ if result.stopped => End::Cancelled,
-            _ => End::Failed,
-        };
         self.load_last_status(job);
-        let JobResult { exit, rank, attempt, usage: used, .. } = result;
+        let JobResult { exit, stopped, rank, attempt, usage: used, .. } = result;
         let (reason, report) = (bounded(result.reason), bounded(result.report));
         if let Some(rank) = rank {
             warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
         }
         let (end, reason) = match (self.limit_reached(job), self.cancelled_by(job)) {
             (Some(reason), _) => (End::Failed, reason),
-            (None, Some(user)) if end == End::Cancelled => {
+            (None, _) if exit == 0 => (End::Done, reason),
+            (None, Some(user)) if stopped => {
                 let rest = if reason.is_empty() { String::new() } else { format!(": {reason}") };
-                (end, bounded(format!("cancelled by user {user}{rest}")))
+                (End::Cancelled, bounded(format!("cancelled by user {user}{rest}")))
             }
-            (None, _) => (end, reason),
+            // The node is shut down, or the service that the agent is in.
+            (None, None) if stopped => {
+                let reason = bounded(format!("its agent was stopped, but not by the daemon: {reason}"));
+                if let Some(record) = self.jobs.requeue(job, &reason, self.now()) {
+                    warn!(job, "job {job} goes back to the queue: {reason}");
+                    return self.record_event(record);
+                }
+                (End::Failed, reason)
+            }
+            (None, _) => (End::Failed, reason),
         };
         // Without systemd, only the agent knows the usage.
         let usage = usage.or(used);

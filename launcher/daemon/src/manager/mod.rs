@@ -78,6 +78,8 @@ pub(crate) struct Setup {
     pub(crate) page_problem: Option<watch::Receiver<String>>,
     /// The node's status, with the fields that never change filled in.
     pub(crate) node: NodeStatus,
+    /// True once the daemon shuts down.
+    pub(crate) shutdown: watch::Receiver<bool>,
 }
 
 /// Manages `jobs`, the result of replaying the journal, until all senders of `commands` are dropped. Calls `on_tick`

@@ -15,8 +15,12 @@ use crate::state::schedule::{Schedule, schedule};
 use crate::state::{Entry, Phase, Record};
 
 impl Manager {
-    /// Starts the queued jobs that can start.
+    /// Starts the queued jobs that can start, unless the daemon shuts down.
     pub(super) fn start_jobs(&mut self) {
+        if *self.setup.shutdown.borrow() {
+            // The node may be shutting down too, or the service in which agents would run.
+            return;
+        }
         let Schedule { starts, waits, queue } = schedule(&self.jobs, &self.resources(), self.now());
         self.changed
             .extend(waits.iter().filter(|(job, why)| self.waits.get(job) != Some(why)).map(|it| *it.0));

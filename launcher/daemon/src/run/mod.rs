@@ -127,6 +127,7 @@ struct App {
     access: Access,
     page: Option<Page>,
     reload: watch::Sender<LiveConfig>,
+    shutdown: watch::Sender<bool>,
     notifier: Notifier,
 }
 
@@ -144,6 +145,7 @@ impl App {
         let page = Page::open(&config.web, passed.web()?).await?;
         let (gpu_monitor, gpus) = GpuMonitor::start().map_err(|error| internal(&error))?;
         let (reload, jobs_config) = watch::channel(LiveConfig { jobs: config.jobs, reload_problem: None });
+        let shutdown = watch::Sender::new(false);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let cores = u32::try_from(cores).unwrap_or(u32::MAX);
         let setup = Setup {
@@ -170,16 +172,18 @@ impl App {
                 memory_bytes: memory::total().unwrap_or(u64::MAX),
                 ..NodeStatus::default()
             },
+            shutdown: shutdown.subscribe(),
         };
         let socket_group = config.daemon.socket_group;
         let access = Access::new(config.daemon.admin_group);
         let notifier = Notifier { enabled: !options.foreground };
-        Ok(Self { setup, jobs, listener, socket, socket_group, access, page, reload, notifier })
+        Ok(Self { setup, jobs, listener, socket, socket_group, access, page, reload, shutdown, notifier })
     }
 
     /// Starts the manager and, once it has published a view, the services.
     async fn serve(self) -> Result<Running, Refusal> {
-        let Self { setup, jobs, listener, socket, socket_group, access, page, reload, notifier } = self;
+        let Self { setup, jobs, listener, socket, socket_group, access, page, reload, shutdown, notifier } =
+            self;
         let accounting = setup.accounting.clone();
         // Opened before readiness is notified, so that from then on no signal has its default action.
         let signals = Signals::open().map_err(|error| internal(&error))?;
@@ -192,7 +196,6 @@ impl App {
         if node.watch().wait_for(|view| view.node.daemon_pid != 0).await.is_err() {
             return Err(Refusal::new(ExitCode::Internal, "the daemon's manager failed to start"));
         }
-        let shutdown = watch::Sender::new(false);
         let mut services = JoinSet::new();
         services.spawn(service::serve(
             listener,
