@@ -557,6 +557,34 @@ until_true "the end of its unit" is_inactive "xlaunch-job-$unknown.service"
 systemctl reset-failed $service
 step "a running job that journal and files do not name is adopted and can be cancelled"
 
+# A daemon of a user, in a service of its own: systemd ends agents with it unless it has KillMode=process.
+start_own() {
+    printf '[Service]\nUser=alice\nKillMode=%s\nExecStart=/usr/bin/xlaunch daemon --socket %s\n' "$1" $own \
+        > /run/systemd/system/own.service
+    systemctl daemon-reload
+    systemctl restart own.service
+    until_true "the socket of the daemon of alice" as alice xlaunch jobs --socket $own > /dev/null 2>&1
+}
+has_warned() {
+    journalctl --unit own.service --output cat | grep -q 'a restart of own.service ends all jobs'
+}
+has_started() {
+    [ "$(grep -sc start /home/alice/own-starts)" = "$1" ]
+}
+own=/home/alice/own.sock
+start_own process
+as alice xlaunch submit --requeue --socket $own -- sh -c 'echo start >> own-starts; sleep 1234567' > /dev/null
+until_true "the start of the job" has_started 1
+start_own process
+has_started 1 || fail "the job was started again in spite of KillMode=process"
+if has_warned; then fail "a warning in spite of KillMode=process"; fi
+start_own control-group
+until_true "the warning" has_warned
+until_true "the second start of the job" has_started 2
+as alice xlaunch cancel --socket $own 1 > /dev/null
+systemctl stop own.service
+step "a service with KillMode=process is restarted without ending jobs; otherwise its daemon warns, and requeues them"
+
 # Removal and purge while a job runs: it continues, and the next daemon reports how it ended.
 accepts_lasting() {
     lasting=$(submit -- sh -c 'while ! [ -e finish ]; do sleep 0.1; done; echo finished' 2> /dev/null) &&

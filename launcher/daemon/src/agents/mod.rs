@@ -25,7 +25,7 @@ pub(crate) mod hooks;
 mod process;
 pub(crate) mod start;
 pub(crate) mod task_cgroup;
-mod unit;
+pub(crate) mod unit;
 
 use std::ffi::CString;
 use std::io;

@@ -95,6 +95,9 @@ trait Service {
     fn user(&self) -> zbus::Result<String>;
 
     #[zbus(property(emits_changed_signal = "false"))]
+    fn kill_mode(&self) -> zbus::Result<String>;
+
+    #[zbus(property(emits_changed_signal = "false"))]
     fn exec_start(&self) -> zbus::Result<Vec<ExecStarted>>;
 
     #[zbus(property(emits_changed_signal = "false"))]
@@ -151,6 +154,11 @@ pub(super) async fn running(
         running.extend(user.parse().ok().filter(|_| is_own).map(|uid: u32| (job, uid)));
     }
     Ok(running)
+}
+
+/// Returns `KillMode=` of a service.
+pub(crate) async fn kill_mode(bus: zbus::Connection, service: &str) -> zbus::Result<String> {
+    Unit { bus, name: service.into(), main: None }.service().await?.kill_mode().await
 }
 
 impl Unit {

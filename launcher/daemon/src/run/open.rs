@@ -12,6 +12,7 @@ use super::internal;
 use crate::accounting::Accounting;
 use crate::agents::AgentStarter;
 use crate::agents::task_cgroup::TaskCgroups;
+use crate::agents::unit;
 use crate::config::{Agents, DaemonConfig, HooksSection};
 use crate::files::JobDirs;
 use crate::ids::Ids;
@@ -118,6 +119,8 @@ pub(super) async fn agent_starter(
         Agents::Detached => false,
     };
     if !use_systemd {
+        // In the background, because D-Bus may not answer.
+        tokio::spawn(warn_of_kill_mode());
         let cgroups = if booted {
             Err("systemd manages the cgroups of this host, but daemon.agents is not \"systemd\"".into())
         } else {
@@ -136,6 +139,34 @@ pub(super) async fn agent_starter(
         );
         Refusal::new(ExitCode::Usage, message)
     })
+}
+
+/// Warns if systemd ends detached agents together with the daemon, because they are in the cgroup of its service.
+async fn warn_of_kill_mode() {
+    let cgroups = fs_err::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let Some((service, is_user)) = own_service(&cgroups) else { return };
+    let kill_mode = async {
+        let bus =
+            if is_user { zbus::Connection::session().await? } else { zbus::Connection::system().await? };
+        unit::kill_mode(bus, service).await
+    };
+    if !matches!(kill_mode.await.as_deref(), Ok("process" | "none")) {
+        let user = if is_user { " --user" } else { "" };
+        warn!(
+            "a restart of {service} ends all jobs unless it has KillMode=process: check with `systemctl{user} show -p \
+             KillMode {service}`"
+        );
+    }
+}
+
+/// Returns the service whose cgroup these lines of `/proc/PID/cgroup` name, and whether it is one of a user's systemd.
+fn own_service(cgroups: &str) -> Option<(&str, bool)> {
+    // Version 2 of cgroups, and systemd's hierarchy of version 1.
+    let mut paths = cgroups
+        .lines()
+        .filter_map(|line| Some(line.split_once("::").or_else(|| line.split_once(":name=systemd:"))?.1));
+    let service = paths.find(|path| path.ends_with(".service"))?;
+    Some((service.rsplit('/').next()?, service.contains("/user@")))
 }
 
 /// Listening sockets that systemd has passed, each at most once.
@@ -229,5 +260,16 @@ mod tests {
         assert!(text(missing, true).contains("; create it and let the service write there"));
         assert!(text(missing, true).contains("ReadWritePaths=/nonexistent/xlaunch)"));
         assert!(text(missing, false).ends_with("; set daemon.state_dir to another directory"));
+    }
+
+    #[test]
+    fn service_that_the_daemon_runs_in_is_found_by_its_cgroup() {
+        assert_eq!(own_service("0::/system.slice/lab.service\n"), Some(("lab.service", false)));
+        let user = "/user.slice/user-1000.slice/user@1000.service";
+        assert_eq!(own_service(&format!("0::{user}/app.slice/lab.service\n")), Some(("lab.service", true)));
+        let first = format!("8:pids:{user}\n1:name=systemd:/system.slice/lab.service\n0::/\n");
+        assert_eq!(own_service(&first), Some(("lab.service", false)));
+        let session = format!("8:pids:{user}\n0::/user.slice/user-1000.slice/session-3.scope\n");
+        assert_eq!(own_service(&session), None);
     }
 }
