@@ -235,7 +235,7 @@ impl Start {
             Err(Refusal { exit, message }) => JobResult {
                 exit: exit.code(),
                 stopped: matches!(exit, ExitCode::Signal(_)),
-                reason: exit.meaning().into(),
+                reason: message.trim().lines().next().unwrap_or_default().into(),
                 report: format!("error: {}\n", message.trim()),
                 start,
                 ..JobResult::default()

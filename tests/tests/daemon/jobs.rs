@@ -238,7 +238,9 @@ fn job_that_cannot_start_says_why() {
     std::fs::remove_dir(&gone).unwrap();
     node.run(&["drain", "--undo"]);
     let failed = node.wait(1, "failed");
-    assert!(failed["report"].as_str().unwrap().contains("gone: No such file"), "{failed}");
+    for text in [&failed["report"], &failed["reason"]] {
+        assert!(text.as_str().unwrap().contains("gone: No such file"), "{failed}");
+    }
     let missing = node.submit(&["--", "no-such-program"]);
     assert!(node.wait(missing, "failed")["report"].as_str().unwrap().contains("no-such-program"));
 }
