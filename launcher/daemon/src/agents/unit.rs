@@ -247,6 +247,7 @@ impl Unit {
                 Err(error) if is_unit_exists(&error) && tokio::time::Instant::now() < deadline => {
                     tokio::time::sleep(UNIT_POLL_INTERVAL).await;
                 }
+                Err(error) if is_unit_exists(&error) => return Err(zbus::Error::Failure(in_use(&name))),
                 Err(error) => return Err(error),
                 Ok(_) => return Ok(Self { bus: bus.clone(), name, main: None }),
             }
@@ -348,6 +349,14 @@ fn is_unit_exists(error: &zbus::Error) -> bool {
     matches!(error, zbus::Error::MethodError(name, ..) if name.as_str() == "org.freedesktop.systemd1.UnitExists")
 }
 
+/// Explains why a unit cannot be started under this name. Names contain the number of the job only.
+fn in_use(name: &str) -> String {
+    format!(
+        "unit {name} already exists, from another daemon or an earlier daemon.state_dir: wait until it ends, or end it \
+         with `systemctl stop {name}`"
+    )
+}
+
 /// Returns the properties of a job's unit, except its command.
 fn properties<'a>(start: &JobStart, input: OwnedFd) -> Vec<Property<'a>> {
     let description = format!("xlaunch job {} ({})", start.job, start.name);
@@ -412,4 +421,18 @@ fn common_properties<'a>(
 
 fn microseconds<'a>(time: Duration) -> Variant<'a> {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn name_in_use_is_explained_with_the_unit_and_advice() {
+        let text = zbus::Error::Failure(in_use(&name(3))).to_string();
+        let expected =
+            "unit xlaunch-job-3.service already exists, from another daemon or an earlier daemon.state_dir";
+        assert!(text.starts_with(expected), "{text}");
+        assert!(text.contains("`systemctl stop xlaunch-job-3.service`"), "{text}");
+    }
 }
