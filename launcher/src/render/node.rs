@@ -15,7 +15,9 @@ pub(crate) fn table(node: &NodeStatus, now: u64, width: usize) -> String {
         out += &format!("page: {}\n", escape(&node.page_problem));
     }
     for problem in &node.config_problems {
-        out += &format!("daemon.toml: {}\n", escape(problem));
+        // The lines of the file with the error are indented, so that none can be mistaken for a line of the table.
+        let lines: Vec<_> = problem.trim_end().lines().map(escape).collect();
+        out += &format!("daemon.toml: {}\n", lines.join("\n  "));
     }
     if !node.gpu_problem.is_empty() {
         out += &format!("GPUs unknown: {}\n", escape(&node.gpu_problem));
@@ -112,7 +114,9 @@ mod tests {
             version: "0.1.0".into(),
             drained: "new driver\njobs: 0 running".into(),
             page_problem: "127.0.0.1:8080: address in use".into(),
-            config_problems: vec!["line 3: unknown key `lissen`".into()],
+            config_problems: vec![
+                "line 3: unknown key `lissen`\n3 | lissen = 1\u{1b}[2J\n  | ^^^^^^\n".into(),
+            ],
             gpu_problem: "NVML did not answer".into(),
             cores: 64,
             ..Default::default()
