@@ -1,5 +1,5 @@
 //! The agent's gRPC services on its unix socket: its own, health (`grpc.health.v1`) and reflection
-//! (`grpc.reflection.v1`).
+//! (`grpc.reflection.v1` and `v1alpha`).
 //!
 //! They decide nothing. A call that changes the job becomes a [`Message`] to the driver's task. Queries are answered
 //! without that task, from the status board and the log files, so that callers neither keep it busy nor wait for it.
@@ -96,11 +96,14 @@ pub(crate) async fn serve_node(
     let agent = AgentServer::from_arc(service).max_decoding_message_size(MAX_REQUEST_BYTES);
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<AgentServer<Service>>().await;
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(xlaunch_proto::FILE_DESCRIPTOR_SET)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1()
-        .map_err(std::io::Error::other)?;
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(xlaunch_proto::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let reflection_v1 = reflection().build_v1().map_err(std::io::Error::other)?;
+    // Many clients, such as older releases of grpcurl, know only this version of the protocol.
+    let reflection_v1alpha = reflection().build_v1alpha().map_err(std::io::Error::other)?;
     let (shutdown, stopped) = oneshot::channel();
     let server = Server::builder()
         .max_concurrent_streams(MAX_CALLS)
@@ -108,7 +111,8 @@ pub(crate) async fn serve_node(
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .add_service(agent)
         .add_service(health_service.max_decoding_message_size(MAX_REQUEST_BYTES))
-        .add_service(reflection.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(reflection_v1.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(reflection_v1alpha.max_decoding_message_size(MAX_REQUEST_BYTES))
         .serve_with_incoming_shutdown(incoming, async {
             // An error means that the sender was dropped, which stops the server too.
             let _ = stopped.await;

@@ -1,5 +1,5 @@
 //! The daemon's gRPC services on its unix socket: its own, health (`grpc.health.v1`) and reflection
-//! (`grpc.reflection.v1`).
+//! (`grpc.reflection.v1` and `v1alpha`).
 //!
 //! ```text
 //! connection --listener: user, connection limits--> call --access: role, quotas--> handler
@@ -112,11 +112,14 @@ pub async fn serve(
     });
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<NodeServer<Service>>().await;
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(xlaunch_proto::FILE_DESCRIPTOR_SET)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1()
-        .map_err(io::Error::other)?;
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(xlaunch_proto::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let reflection_v1 = reflection().build_v1().map_err(io::Error::other)?;
+    // Many clients, such as older releases of grpcurl, know only this version of the protocol.
+    let reflection_v1alpha = reflection().build_v1alpha().map_err(io::Error::other)?;
     let quota = Quota::new("calls", CALL_QUOTA);
     let (drain, draining) = oneshot::channel::<()>();
     let server = Server::builder()
@@ -131,7 +134,8 @@ pub async fn serve(
         .layer(layer_fn(calls::UntilSent))
         .add_service(service.max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(health_service.max_decoding_message_size(MAX_REQUEST_BYTES))
-        .add_service(reflection.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(reflection_v1.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(reflection_v1alpha.max_decoding_message_size(MAX_REQUEST_BYTES))
         .serve_with_incoming_shutdown(incoming, async {
             // An error means that the sender was dropped, which is a shutdown too.
             let _ = draining.await;

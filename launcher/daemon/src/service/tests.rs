@@ -303,20 +303,27 @@ async fn commands_are_validated_and_manager_errors_become_status_codes() {
 
 #[tokio::test]
 async fn health_and_reflection_answer() {
-    use tonic_reflection::pb::v1::ServerReflectionRequest;
-    use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
-    use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
+    use tonic_reflection::pb::{v1, v1alpha};
     let case = Case::new([], None);
     let channel = case.channel(ANN).await;
     let mut health = tonic_health::pb::health_client::HealthClient::new(channel.clone());
     let request = tonic_health::pb::HealthCheckRequest { service: "xlaunch.v1.Node".into() };
     assert_eq!(health.check(request).await.unwrap().into_inner().status, 1);
-    let symbol = MessageRequest::FileContainingSymbol("xlaunch.v1.Node".into());
-    let request = ServerReflectionRequest { host: String::new(), message_request: Some(symbol) };
-    let mut reflection = ServerReflectionClient::new(channel);
-    let replies = reflection.server_reflection_info(tokio_stream::once(request)).await.unwrap();
-    let reply = replies.into_inner().next().await.unwrap().unwrap();
-    assert!(format!("{reply:?}").contains("FileDescriptorResponse"), "{reply:?}");
+    macro_rules! describe {
+        ($version:ident) => {{
+            use $version::server_reflection_request::MessageRequest;
+            let symbol = MessageRequest::FileContainingSymbol("xlaunch.v1.Node".into());
+            let request =
+                $version::ServerReflectionRequest { host: String::new(), message_request: Some(symbol) };
+            let mut reflection =
+                $version::server_reflection_client::ServerReflectionClient::new(channel.clone());
+            let replies = reflection.server_reflection_info(tokio_stream::once(request)).await.unwrap();
+            format!("{:?}", replies.into_inner().next().await.unwrap().unwrap())
+        }};
+    }
+    for reply in [describe!(v1), describe!(v1alpha)] {
+        assert!(reply.contains("FileDescriptorResponse"), "{reply}");
+    }
 }
 
 #[tokio::test]
