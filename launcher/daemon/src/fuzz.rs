@@ -211,5 +211,8 @@ pub fn page_and_metrics(view: &JobView) -> (Value, String) {
     let now = 3;
     let jobs = BTreeMap::from([(view.job.id, Arc::new(view.clone()))]);
     let node = NodeView { jobs, ..NodeView::default() };
-    (api::job(view, now), metrics::text(Arc::new(node), now).unwrap_or_default())
+    (
+        api::job(view, now),
+        metrics::text(Arc::new(node), now, metrics::Format::OpenMetrics).unwrap_or_default(),
+    )
 }

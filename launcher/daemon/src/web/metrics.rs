@@ -1,4 +1,4 @@
-//! `/metrics`: the view in OpenMetrics format, encoded anew for each scrape.
+//! `/metrics`: the view in OpenMetrics or Prometheus text format, encoded anew for each scrape.
 //!
 //! GPU measurements are left to dcgm-exporter, whose series can be joined with these on the label `UUID`. The label
 //! `job` is the job's id on its node; Prometheus keeps it with `honor_labels: true`. Ended jobs are exported for
@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, text};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 use xlaunch_proto::metrics::{Gauge, METRICS, Metric, Series};
@@ -20,18 +20,43 @@ use xlaunch_proto::v1::{
 use super::api::has_trained;
 use crate::view::{JobView, NodeView};
 
-pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const OPEN_METRICS: &str = "application/openmetrics-text";
 /// Time for which an ended job is exported, in milliseconds.
 const ENDED_JOB_RETENTION_MS: u64 = 3_600_000;
 /// Maximum length of label values that users choose.
 const MAX_LABEL_CHARS: usize = 128;
 
+/// A format of the response to a scrape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    OpenMetrics,
+    /// The older format, which every scraper reads. The names of counters end with `_total` in comments too.
+    Prometheus,
+}
+
+impl Format {
+    /// Returns the format for a scraper that sends this `Accept` header.
+    pub(super) fn accepted_by(accept: &str) -> Self {
+        if accept.contains(OPEN_METRICS) { Self::OpenMetrics } else { Self::Prometheus }
+    }
+
+    pub(super) fn content_type(self) -> String {
+        match self {
+            Self::OpenMetrics => format!("{OPEN_METRICS}; version=1.0.0; charset=utf-8"),
+            Self::Prometheus => "text/plain; version=0.0.4; charset=utf-8".into(),
+        }
+    }
+}
+
 /// Returns the response to a scrape at `now`, in milliseconds since 1970.
-pub(crate) fn text(view: Arc<NodeView>, now: u64) -> Result<String, fmt::Error> {
+pub(crate) fn text(view: Arc<NodeView>, now: u64, format: Format) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(Scrape { view, now }));
+    registry.register_collector(Box::new(Scrape { view, now, format }));
     let mut out = String::new();
-    text::encode(&mut out, &registry)?;
+    text::encode_registry(&mut out, &registry)?;
+    if format == Format::OpenMetrics {
+        text::encode_eof(&mut out)?;
+    }
     Ok(out)
 }
 
@@ -42,11 +67,12 @@ type Sample = (Labels, f64);
 struct Scrape {
     view: Arc<NodeView>,
     now: u64,
+    format: Format,
 }
 
 impl Collector for Scrape {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut out = Out(encoder);
+        let mut out = Out(encoder, self.format);
         self.node(&mut out)?;
         self.jobs(&mut out)?;
         self.workers(&mut out)
@@ -54,7 +80,7 @@ impl Collector for Scrape {
 }
 
 /// Writes metric families.
-struct Out<'a>(DescriptorEncoder<'a>);
+struct Out<'a>(DescriptorEncoder<'a>, Format);
 
 impl Out<'_> {
     fn gauge(&mut self, name: &str, help: &str, samples: impl IntoIterator<Item = Sample>) -> fmt::Result {
@@ -69,13 +95,21 @@ impl Out<'_> {
         Ok(())
     }
 
-    /// Writes a counter. The encoder appends `_total` to the name.
-    fn counter<V: EncodeCounterValue>(
+    /// Writes a counter. The encoder appends `_total` to the names of samples.
+    fn counter<V: EncodeCounterValue + EncodeGaugeValue>(
         &mut self,
         name: &str,
         help: &str,
         samples: impl Iterator<Item = (Labels, V)>,
     ) -> fmt::Result {
+        if self.1 == Format::Prometheus {
+            let name = format!("{name}_total");
+            let mut metric = self.0.encode_descriptor(&name, help, None, MetricType::Counter)?;
+            return samples.into_iter().try_for_each(|(labels, value)| {
+                // Only counters get a second suffix.
+                metric.encode_family(&labels)?.encode_gauge(&value)
+            });
+        }
         let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
         for (labels, value) in samples {
             metric.encode_family(&labels)?.encode_counter::<Labels, _, u64>(&value, None)?;

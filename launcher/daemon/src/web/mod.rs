@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
@@ -151,9 +151,11 @@ async fn log_json(
     }
 }
 
-async fn metrics_text(State(state): State<AppState>) -> Response {
-    match metrics::text(state.node.view(), unix_ms()) {
-        Ok(text) => ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response(),
+async fn metrics_text(State(state): State<AppState>, headers: HeaderMap) -> Response {
+    let accept = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let format = metrics::Format::accepted_by(&accept.collect::<Vec<_>>().join(","));
+    match metrics::text(state.node.view(), unix_ms(), format) {
+        Ok(text) => ([(header::CONTENT_TYPE, format.content_type())], text).into_response(),
         Err(problem) => error(StatusCode::INTERNAL_SERVER_ERROR, &problem.to_string()),
     }
 }

@@ -206,7 +206,7 @@ async fn page_and_assets_are_served_with_security_headers() {
         ("/assets/chart.js", "text/javascript"),
         ("/assets/icon.svg", "image/svg+xml"),
         ("/api/v1/node", "application/json"),
-        ("/metrics", "application/openmetrics-text"),
+        ("/metrics", "text/plain; version=0.0.4"),
     ] {
         let response = served.get(path).await;
         assert_eq!(response.status, 200, "{path}");
@@ -228,6 +228,25 @@ async fn page_and_assets_are_served_with_security_headers() {
     );
     assert_eq!(served.get("/assets/mod.rs").await.status, 404);
     assert_eq!(served.get("/favicon.ico").await.status, 404);
+}
+
+#[tokio::test]
+async fn metrics_have_the_format_that_the_scraper_accepts() {
+    let served = Served::new().await;
+    for (accept, kind) in [
+        ("*/*", "text/plain; version=0.0.4"),
+        ("text/plain;version=0.0.4;q=0.3,*/*;q=0.2", "text/plain; version=0.0.4"),
+        (
+            "application/openmetrics-text;version=1.0.0,text/plain;q=0.5",
+            "application/openmetrics-text; version=1",
+        ),
+    ] {
+        let request = format!(
+            "GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\nConnection: close\r\n\r\n"
+        );
+        let response = served.send(&request).await;
+        assert!(response.head.contains(&format!("content-type: {kind}")), "{accept}: {}", response.head);
+    }
 }
 
 #[tokio::test]

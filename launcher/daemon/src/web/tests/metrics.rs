@@ -6,7 +6,7 @@ use serde_json::Value;
 use xlaunch_proto::v1::{NodeJobState, StatusReply, StepReport};
 
 use super::sample_node::{HOSTILE, job, sample_node};
-use crate::web::metrics;
+use crate::web::metrics::{self, Format};
 use xlaunch_host::clock::unix_ms;
 
 /// Path of a file in `deploy/`.
@@ -22,7 +22,7 @@ fn names(text: &str, prefix: &str) -> Vec<String> {
 
 #[test]
 fn dashboard_and_alerts_use_exported_metrics_only() {
-    let text = metrics::text(Arc::new(sample_node(unix_ms(), 800)), unix_ms()).unwrap();
+    let text = metrics::text(Arc::new(sample_node(unix_ms(), 800)), unix_ms(), Format::OpenMetrics).unwrap();
     let exported: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
     let has = |name: &String| exported.iter().any(|line| line.split(['{', ' ']).next() == Some(name));
     let rules = fs_err::read_to_string(deployed("prometheus/rules.yml")).unwrap();
@@ -53,7 +53,7 @@ fn gauges_have_the_values_of_the_last_step_also_of_an_older_agent() {
     let mut edit = |change: &dyn Fn(&mut StatusReply)| {
         let job = Arc::make_mut(view.jobs.get_mut(&7).unwrap());
         change(Arc::make_mut(&mut job.status.as_mut().unwrap().0));
-        metrics::text(Arc::new(view.clone()), unix_ms()).unwrap()
+        metrics::text(Arc::new(view.clone()), unix_ms(), Format::OpenMetrics).unwrap()
     };
     let step =
         StepReport { loss: 2.5, tokens: 600, step_seconds: 0.5, pool_live_bytes: 17, ..Default::default() };
@@ -89,7 +89,7 @@ fn metrics_and_json_have_the_same_times() {
     let view = sample_node(unix_ms(), 800);
     let json = crate::web::api::job(&view.jobs[&7], unix_ms());
     let account = &json["status"]["accounting"];
-    let text = metrics::text(Arc::new(view), unix_ms()).unwrap();
+    let text = metrics::text(Arc::new(view), unix_ms(), Format::OpenMetrics).unwrap();
     let exported = |kind: &str| -> f64 {
         let name = format!("xlaunch_time_seconds_total{{job=\"7\",kind=\"{kind}\"}} ");
         let value = text.lines().find_map(|line| line.strip_prefix(&name));
@@ -112,7 +112,7 @@ fn hostile_job_name_is_escaped_in_labels() {
     let mut view = sample_node(unix_ms(), 800);
     let long = format!("{HOSTILE}{}", "\u{1f600}\\\"\n".repeat(2000));
     view.jobs.insert(10, Arc::new(job(10, &long, NodeJobState::Queued)));
-    let text = metrics::text(Arc::new(view), unix_ms()).unwrap();
+    let text = metrics::text(Arc::new(view), unix_ms(), Format::OpenMetrics).unwrap();
     let line = text.lines().find(|line| line.contains("job=\"9\"")).unwrap();
     let name = r#"name="<img src=x onerror=alert(1)>\"\n}\\ xlaunch_up 1 "#;
     assert!(line.contains(name) && line.ends_with("state=\"queued\"} 1.0"), "{line}");
@@ -122,10 +122,26 @@ fn hostile_job_name_is_escaped_in_labels() {
     assert!(text.ends_with("\n# EOF\n"));
 }
 
+/// As in the text format 0.0.4, where the comments and the samples of a counter have the same name.
+#[test]
+fn prometheus_format_has_the_samples_of_openmetrics_and_full_names_of_counters() {
+    let (view, now) = (Arc::new(sample_node(unix_ms(), 800)), unix_ms());
+    let text = |format| metrics::text(view.clone(), now, format).unwrap();
+    let (plain, open) = (text(Format::Prometheus), text(Format::OpenMetrics));
+    let samples = |text: &str| {
+        let is_sample = |line: &&str| !line.starts_with('#') && !line.contains("_age_seconds{");
+        text.lines().filter(is_sample).map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(samples(&plain), samples(&open));
+    let comment = "# TYPE xlaunch_tokens_total counter\nxlaunch_tokens_total{job=\"7\"} 26214400\n";
+    assert!(plain.contains("# HELP xlaunch_tokens_total ") && plain.contains(comment), "{plain}");
+    assert!(!plain.contains("# EOF") && open.contains("# TYPE xlaunch_tokens counter\n"), "{plain}");
+}
+
 #[test]
 fn ended_jobs_are_exported_for_an_hour_without_throughput() {
     let now = unix_ms();
-    let text = metrics::text(Arc::new(sample_node(now, 800)), now).unwrap();
+    let text = metrics::text(Arc::new(sample_node(now, 800)), now, Format::OpenMetrics).unwrap();
     let has = |sample: &str| text.lines().any(|line| line.starts_with(sample));
     for sample in [
         "xlaunch_jobs{state=\"lost\"} 1.0",
