@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use rustix::process::{Pid, getppid};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_stream::StreamExt;
@@ -19,13 +20,11 @@ use super::{Request, Shared};
 use crate::phase;
 
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// Unacknowledged heartbeats after which the agent is considered lost. This is a count instead of a time: a worker that
-/// was suspended (SIGSTOP) resumes with an outdated clock, but finds the acknowledgements in its socket.
+/// Unacknowledged heartbeats after which a running agent is considered lost. This is a count instead of a time: a
+/// worker that was suspended (SIGSTOP) resumes with an outdated clock, but finds the acknowledgements in its socket.
 const MAX_UNACKNOWLEDGED_HEARTBEATS: u32 = 15;
 /// Time for the training thread to end after the collective was aborted.
 const ABORT_EXIT_TIMEOUT: Duration = Duration::from_secs(3);
-/// Time for the agent to read the last reports.
-const REPORT_DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) async fn run(
     mut agent: AgentClient<Channel>,
@@ -45,7 +44,7 @@ pub(super) async fn run(
     };
     let mut heartbeat = interval(HEARTBEAT_INTERVAL);
     heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut unacknowledged = 0;
+    let mut watch = AgentWatch { agent: getppid(), unacknowledged: 0 };
     let mut flushes = Flushes::default();
     let mut failure = None;
     loop {
@@ -65,7 +64,7 @@ pub(super) async fn run(
             },
             command = commands.next() => match command {
                 Some(Ok(command)) => {
-                    unacknowledged = 0;
+                    watch.unacknowledged = 0;
                     match command.command {
                         Some(Command::Stop(_)) => shared.stop_requested.store(true, Ordering::Relaxed),
                         Some(Command::Checkpoint(_)) => {
@@ -84,10 +83,9 @@ pub(super) async fn run(
                 None => return agent_lost(&shared, &mut requests, "it closed the session").await,
             },
             _ = heartbeat.tick() => {
-                if unacknowledged == MAX_UNACKNOWLEDGED_HEARTBEATS {
+                if watch.is_lost() {
                     return agent_lost(&shared, &mut requests, "it stopped answering heartbeats").await;
                 }
-                unacknowledged += 1;
                 flushes.sent += 1;
                 send(Report::Heartbeat(heartbeat_of(&shared)));
             }
@@ -95,9 +93,42 @@ pub(super) async fn run(
     }
     // Training has ended. Half-close the stream: the agent reads everything, then closes its side.
     drop(reports);
-    let end = async { while let Some(Ok(_)) = commands.next().await {} };
-    // An agent that does not read the last reports in time still sees the exit code.
-    let _ = tokio::time::timeout(REPORT_DRAIN_TIMEOUT, end).await;
+    loop {
+        tokio::select! {
+            command = commands.next() => match command {
+                Some(Ok(_)) => watch.unacknowledged = 0,
+                Some(Err(_)) | None => return,
+            },
+            // An agent that does not read the last reports in time still sees the exit code.
+            _ = heartbeat.tick() => if watch.is_lost() { return },
+        }
+    }
+}
+
+/// Decides whether the agent is lost, although the connection to it is open.
+struct AgentWatch {
+    /// The agent's process, which has started this one.
+    agent: Option<Pid>,
+    unacknowledged: u32,
+}
+
+impl AgentWatch {
+    /// Counts a heartbeat, and returns whether the agent is lost. An agent that was stopped, by SIGSTOP or a debugger,
+    /// is not: it answers once it is continued, and if it is killed instead, the connection breaks.
+    fn is_lost(&mut self) -> bool {
+        if self.unacknowledged == MAX_UNACKNOWLEDGED_HEARTBEATS {
+            return true;
+        }
+        self.unacknowledged = if self.agent.is_some_and(is_stopped) { 0 } else { self.unacknowledged + 1 };
+        false
+    }
+}
+
+fn is_stopped(process: Pid) -> bool {
+    let stat = fs_err::read(format!("/proc/{process}/stat")).unwrap_or_default();
+    // The state follows the name, which may contain any bytes.
+    let state = String::from_utf8_lossy(&stat).rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    matches!(state, Some('T' | 't'))
 }
 
 /// Waits for the agent to read reports. The agent reads in order, so it has read them once it acknowledges a later
@@ -158,9 +189,32 @@ async fn agent_lost(shared: &Shared, requests: &mut mpsc::UnboundedReceiver<Requ
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
     use std::sync::mpsc::{TryRecvError, channel};
 
+    use rustix::process::{Signal, kill_process};
+
     use super::*;
+
+    #[test]
+    fn agent_that_does_not_answer_is_lost_only_while_it_runs() {
+        let mut sleep = Command::new("sleep").arg("100").spawn().unwrap();
+        let agent = Pid::from_child(&sleep);
+        let mut watch = AgentWatch { agent: Some(agent), unacknowledged: 3 };
+        kill_process(agent, Signal::STOP).unwrap();
+        while !is_stopped(agent) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!((0..100).all(|_| !watch.is_lost()));
+        kill_process(agent, Signal::CONT).unwrap();
+        while is_stopped(agent) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!((0..MAX_UNACKNOWLEDGED_HEARTBEATS).all(|_| !watch.is_lost()));
+        assert!(watch.is_lost());
+        sleep.kill().unwrap();
+        sleep.wait().unwrap();
+    }
 
     #[test]
     fn flush_ends_with_the_acknowledgement_of_its_own_heartbeat() {
