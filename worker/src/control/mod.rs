@@ -144,7 +144,11 @@ impl Control {
             // Nothing is ever sent: `recv_timeout` returns when the sender is dropped.
             let _ = acknowledged.recv_timeout(FAILURE_REPORT_TIMEOUT);
         }
-        error
+        // Ranks that lose the agent abort the collective, which then fails on all ranks.
+        match self.lost() {
+            Some(reason) if matches!(error, WorkerError::Comm(_)) => WorkerError::AgentLost(reason),
+            _ => error,
+        }
     }
 
     /// Returns whether the agent requested a stop.
@@ -224,5 +228,29 @@ async fn serve(
             Request::Session(hello) => return session::run(agent, hello, requests, shared).await,
             Request::Report(_) | Request::Flush(_) | Request::Fail(..) => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_comm::CommError;
+
+    use super::*;
+
+    #[test]
+    fn loss_of_the_agent_is_the_cause_of_an_aborted_collective() {
+        let reported = |lost: Option<&str>, error: WorkerError| {
+            let shared = Shared { lost: Mutex::new(lost.map(str::to_owned)), ..Shared::default() };
+            let control = Control { requests: None, shared: Arc::new(shared), thread: None };
+            control.report_failure(error).to_string()
+        };
+        let aborted = || WorkerError::Comm(CommError::Aborted);
+        assert_eq!(
+            reported(Some("it closed the session"), aborted()),
+            "lost the agent: it closed the session"
+        );
+        assert_eq!(reported(None, aborted()), "the collective was aborted");
+        let full = || WorkerError::Setting("full".into());
+        assert_eq!(reported(Some("it closed the session"), full()), full().to_string());
     }
 }
