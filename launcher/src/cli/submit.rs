@@ -164,8 +164,8 @@ enum Parsed {
 }
 
 fn work(target: &[OsString], environment: &dyn Fn(&str) -> Option<OsString>) -> Result<Parsed, Refusal> {
-    let parsed = torchrun::parse(Name::Xlaunch, target, environment, Scope::OneNode);
-    Ok(match parsed.map_err(misplaced_option)? {
+    refuse_own_options(target)?;
+    Ok(match torchrun::parse(Name::Xlaunch, target, environment, Scope::OneNode)? {
         Request::Text(text) => Parsed::Text(text),
         Request::Trainer(launch, _) => {
             Parsed::Work(Work::TrainerSpecJson(launch::load(&launch, xlaunch_worker::fill_in)?.to_json()))
@@ -189,19 +189,25 @@ fn work(target: &[OsString], environment: &dyn Fn(&str) -> Option<OsString>) -> 
     })
 }
 
-/// Explains an unknown flag that is an option of `submit` in the wrong place.
-fn misplaced_option(refusal: Refusal) -> Refusal {
+/// Refuses an option of `submit` among the flags of the launch, where it is unknown or, like `--signal`, abbreviates
+/// another flag.
+fn refuse_own_options(target: &[OsString]) -> Result<(), Refusal> {
     let options = Submit::augment_args(clap::Command::new("submit"));
-    let is_meant = |name: &&str| refusal.message.starts_with(&format!("unknown flag --{name};"));
-    match options.get_opts().filter_map(clap::Arg::get_long).find(is_meant) {
-        Some(name) => Refusal {
-            message: format!(
-                "--{name} is an option of `submit` itself: put it before the flags of the launch"
-            ),
-            ..refusal
-        },
-        None => refusal,
+    for (at, word) in target.iter().enumerate() {
+        let name = word.to_str().and_then(|word| word.strip_prefix("--")?.split('=').next());
+        let own = |option: &clap::Arg| option.get_long().is_some_and(|long| Some(long) == name);
+        // A word is a flag of the launch, not a value or an argument of its program, if `--help` would be one there.
+        let line = || target.iter().take(at).cloned().chain(["--help".into()]).collect::<Vec<_>>();
+        let parse = |line: &[OsString]| torchrun::parse(Name::Xlaunch, line, &|_| None, Scope::OneNode);
+        if options.get_opts().any(own) && matches!(parse(&line()), Ok(Request::Text(_))) {
+            let message = format!(
+                "--{} is an option of `submit` itself: put it before the flags of the launch",
+                name.unwrap_or_default()
+            );
+            return Err(Refusal::new(ExitCode::Usage, message));
+        }
     }
+    Ok(())
 }
 
 fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
@@ -345,7 +351,12 @@ mod tests {
     #[test]
     fn flags_of_the_launch_are_validated_without_counting_local_gpus() {
         let one_gpu = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| "0".into());
-        for line in ["--nproc 64 --virtual-local-rank -- a", "--nproc gpu --no-python ./a --b"] {
+        for line in [
+            "--nproc 64 --virtual-local-rank -- a",
+            "--nproc gpu --no-python ./a --b",
+            "-- a --signal 9 --requeue",
+            "--no-python a --wait",
+        ] {
             assert_eq!(spec(line, &one_gpu).name(), "a", "{line}");
         }
         for (line, problem) in [
@@ -356,6 +367,12 @@ mod tests {
             ("a", "-- a"),
             ("--nproc 2 - --lr 3", "-: a job cannot read its script from standard input or a pipe"),
             ("--nproc 2 --name x -- a", "--name is an option of `submit` itself"),
+            // Without `submit`, these abbreviate flags of the launch.
+            ("--nproc 2 --signal SIGUSR1 x.py", "--signal is an option of `submit` itself"),
+            ("x.toml --signal=SIGUSR1", "--signal is an option of `submit` itself"),
+            ("--standalone --requeue -- true", "--requeue is an option of `submit` itself"),
+            ("--standalone --requeue x.py", "--requeue is an option of `submit` itself"),
+            ("x.toml --requeue", "--requeue is an option of `submit` itself"),
         ] {
             let refusal = work(&words(line), &|_| None).unwrap_err();
             assert!(
