@@ -231,9 +231,7 @@ impl Output {
         dir: &Path,
     ) -> std::io::Result<Option<Filtered>> {
         let options = &shared.options;
-        if !shows(options, ranks.local_rank, stream)
-            || !(shared.tees(ranks, stream) || options.tee == Default::default())
-        {
+        if !(shows(options, ranks.local_rank, stream) && shared.tees(ranks, stream).unwrap_or(true)) {
             return Ok(None);
         }
         let attempt = dir.parent().unwrap_or(dir);
@@ -321,9 +319,10 @@ fn shows(options: &LogOptions, local_rank: u32, stream: usize) -> bool {
 }
 
 impl Shared {
-    fn tees(&self, ranks: Ranks, stream: usize) -> bool {
+    /// Returns whether a stream of this rank is teed; `None` if no stream of any rank is.
+    fn tees(&self, ranks: Ranks, stream: usize) -> Option<bool> {
         let tee = self.options.tee.of(ranks.local_rank);
-        [tee.stdout, tee.stderr][stream]
+        (self.options.tee != Default::default()).then_some([tee.stdout, tee.stderr][stream])
     }
 
     fn shown(&self, ranks: Ranks, stream: usize) -> Shown {

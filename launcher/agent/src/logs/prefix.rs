@@ -2,7 +2,8 @@
 //!
 //! | stream | prefix |
 //! |---|---|
-//! | with `tee`, or if the user chose a template | the template, by default torchrun's `[${role_name}${local_rank}]:` |
+//! | with `tee` | the template, by default torchrun's `[${role_name}${local_rank}]:` |
+//! | any, if none has `tee` and the user chose a template | the template |
 //! | several ranks, on a terminal | `[N] `, in the rank's colour |
 //! | several ranks, not on a terminal | none, so that programs that parse torchrun's output find the same lines |
 //! | one rank | none, and bytes pass through unchanged |
@@ -43,9 +44,16 @@ impl Prefix {
         }
     }
 
-    /// Returns the prefix for one stream of a rank; `None` if its bytes pass through unchanged.
-    pub(super) fn of(&self, ranks: Ranks, tee: bool, several: bool, terminal: bool) -> Option<Vec<u8>> {
-        if tee || self.template.is_some() {
+    /// Returns the prefix for one stream of a rank; `None` if its bytes pass through unchanged. `tee` says whether the
+    /// stream is teed, and is `None` if no stream is.
+    pub(super) fn of(
+        &self,
+        ranks: Ranks,
+        tee: Option<bool>,
+        several: bool,
+        terminal: bool,
+    ) -> Option<Vec<u8>> {
+        if tee.unwrap_or(self.template.is_some()) {
             return Some(self.filled(ranks));
         }
         let rank = ranks.rank;
@@ -94,12 +102,14 @@ mod tests {
             let prefix = prefix(None, colours).of(ranks(3), tee, several, terminal);
             prefix.map(|bytes| String::from_utf8(bytes).unwrap())
         };
-        assert_eq!(form(true, true, true, true).unwrap(), "[default3]:");
-        assert_eq!(form(true, false, false, true).unwrap(), "[default3]:");
-        assert_eq!(form(false, true, true, true).unwrap(), "\x1b[32m[3]\x1b[0m ");
-        assert_eq!(form(false, true, true, false).unwrap(), "[3] ");
-        assert_eq!(form(false, true, false, true).unwrap(), "");
-        assert_eq!(form(false, false, true, true), None);
+        assert_eq!(form(Some(true), true, true, true).unwrap(), "[default3]:");
+        assert_eq!(form(Some(true), false, false, true).unwrap(), "[default3]:");
+        for tee in [None, Some(false)] {
+            assert_eq!(form(tee, true, true, true).unwrap(), "\x1b[32m[3]\x1b[0m ");
+            assert_eq!(form(tee, true, true, false).unwrap(), "[3] ");
+            assert_eq!(form(tee, true, false, true).unwrap(), "");
+            assert_eq!(form(tee, false, true, true), None);
+        }
     }
 
     #[test]
@@ -111,6 +121,8 @@ mod tests {
         let on_second_node = Ranks { rank: 5, local_rank: 2 };
         let text = prefix(Some("${rank} is $local_rank: "), true).filled(on_second_node);
         assert_eq!(text, b"5 is 2: ");
-        assert_eq!(prefix(Some("r${rank}|"), true).of(ranks(1), false, false, false).unwrap(), b"r1|");
+        let of = |tee, several| prefix(Some("r${rank}|"), true).of(ranks(1), tee, several, false);
+        assert_eq!(of(None, false).unwrap(), b"r1|");
+        assert_eq!((of(Some(false), true).unwrap(), of(Some(false), false)), (vec![], None));
     }
 }
