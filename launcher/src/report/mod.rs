@@ -28,7 +28,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 
 use curves::Curves;
-use documents::{JOB, Sample};
+use documents::{JOB, METRICS, Sample};
 use locate::RunFiles;
 pub(crate) use page::{MARK, html};
 
@@ -75,6 +75,13 @@ fn read_run(files: &RunFiles) -> Result<Run, Refusal> {
     let mut curves =
         curves::read(&sources).map_err(|error| Refusal::new(ExitCode::Data, error.to_string()))?;
     notes.append(&mut curves.notes);
+    if files.dir.is_none() && curves.points.iter().all(Vec::is_empty) {
+        let message = format!(
+            "no metrics in {}; name the directory of a run or of a job, or a `{METRICS}`",
+            files.metrics.display()
+        );
+        return Err(Refusal::new(ExitCode::Usage, message));
+    }
     let mut document = |name: &str| {
         let value = documents::read(&files.dir.as_ref()?.join(name));
         value.unwrap_or_else(|problem| {
@@ -95,9 +102,12 @@ fn broken_lines(path: &Path, count: u64) -> String {
     format!("{}: {what} broken, and left out", path.display())
 }
 
-/// Returns the notes of all runs, each with the name of its run.
+/// Returns the notes of all runs, each with the name of its run, which may be the file that the note is about.
 pub(crate) fn notes(runs: &[Run]) -> Vec<String> {
-    runs.iter().flat_map(|run| run.notes.iter().map(|note| format!("{}: {note}", run.label))).collect()
+    let named = |run: &Run, note: &String| {
+        if note.starts_with(&run.label) { note.clone() } else { format!("{}: {note}", run.label) }
+    };
+    runs.iter().flat_map(|run| run.notes.iter().map(move |note| named(run, note))).collect()
 }
 
 /// Returns the same figures of the runs as the page shows.
@@ -153,5 +163,20 @@ mod tests {
         assert!(html(&runs).contains("there is no"));
         let refusal = read(&["/no/such/run".into()]).unwrap_err();
         assert!(refusal.exit == ExitCode::Usage && refusal.message.contains("/no/such/run"), "{refusal:?}");
+    }
+
+    #[test]
+    fn file_without_metrics_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("copy.jsonl");
+        for text in ["# Title\n\nText\n", "{\"exit_code\": 0}\n", "{\"_step\": 4, \"text\": \"a\"}\n", ""] {
+            fs_err::write(&file, text).unwrap();
+            let refusal = read(std::slice::from_ref(&file)).unwrap_err();
+            let words = format!("no metrics in {}", file.display());
+            assert!(refusal.exit == ExitCode::Usage && refusal.message.contains(&words), "{refusal:?}");
+        }
+        fs_err::write(&file, "{\"_step\": 4, \"train/loss\": 1}\nnonsense\n").unwrap();
+        let broken = format!("{}: 1 line is broken, and left out", file.display());
+        assert_eq!(notes(&read(&[file]).unwrap()), [broken]);
     }
 }
