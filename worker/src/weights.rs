@@ -306,7 +306,13 @@ fn open_base(path: &Path, base: &Path) -> Result<Weights> {
     if base.exists() {
         return Weights::open(base);
     }
-    let reason = format!("its adapters need the weights in {}, but {}", base.display(), hub::missing(base));
+    let reason = format!(
+        "its adapters need the weights in {0}, but {1}; if they have moved, make {0} a link to them, or give \
+         `generate`, `eval` or `serve` the new directory and `--adapter {2}`",
+        base.display(),
+        hub::missing(base),
+        path.display()
+    );
     Err(ModelError::Read { path: path.into(), reason }.into())
 }
 

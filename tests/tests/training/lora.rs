@@ -81,6 +81,14 @@ fn adapters_train_while_the_weights_stay_and_continue_bit_for_bit() {
         command(&job, &[&["generate"], args, &prompt].concat()).stdout
     };
     assert_eq!(text(&["merged"]), text(&["base", "--adapter", "runs/train/latest"]));
+    // Weights that have moved are found by a link.
+    let [old, new] = ["base", "moved"].map(|name| job.path().join(name));
+    std::fs::rename(&old, &new).unwrap();
+    let merge = ["export", "runs/train/latest", "--merge", "--output", "merged", "--overwrite"];
+    let moved = Process::spawn(&mut job.command(&merge)).wait();
+    assert!(moved.code != 0 && moved.stderr.contains("a link to them"), "{}", moved.stderr);
+    std::os::unix::fs::symlink(&new, &old).unwrap();
+    command(&job, &merge);
     // A whole export replaces an adapter's only if that is asked for.
     let again = ["export", "runs/train/latest", "--adapter", "--output", "adapter"];
     assert_ne!(Process::spawn(&mut job.command(&again)).wait().code, 0);
