@@ -113,7 +113,13 @@ async fn show_job(mut daemon: DaemonClient, id: u64, output: &mut Output) -> Res
 }
 
 async fn show_launches(target: &Launches, output: &mut Output) -> Result<(), QueryError> {
-    let mut running = target.all().await?;
+    let mut running = target.all().await.map_err(|mut error| {
+        if let (Some(_), None, QueryError::Refused(refusal)) = (output.watch, &target.run, &mut error) {
+            // In `status --watch 7`, 7 is the interval.
+            refusal.message += "; JOB goes before --watch";
+        }
+        error
+    })?;
     loop {
         match &running[..] {
             [one] => match launches::status(one).await {

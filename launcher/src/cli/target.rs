@@ -31,7 +31,7 @@ pub(super) enum Server {
 
 /// Launches that have not been looked up yet.
 pub(super) struct Launches {
-    run: Option<PathBuf>,
+    pub(super) run: Option<PathBuf>,
     /// The subcommand that looks for them, for messages.
     command: &'static str,
     /// Why no daemon could be asked although the target is a number. It explains why nothing was found.

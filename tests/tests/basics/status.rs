@@ -136,6 +136,8 @@ fn status_watch_ends_with_the_launch() {
     let json = json.wait();
     let lines: Vec<Value> = json.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert!(json.code == 0 && lines.len() > 1 && lines[0]["job_name"] == "train", "{}", json.stdout);
+    let none = query(&job, &["status", "--watch", "7"]);
+    assert!(none.code == 1 && none.stderr.contains("; JOB goes before --watch"), "{}", none.stderr);
 }
 
 fn logs_follow_through_restart_to_the_last_line() {
