@@ -1,6 +1,6 @@
-//! `xlaunch env`: shows the engine that started this process, the settings that a launch without flags takes from it,
-//! and the CUDA libraries that workers load. It never prints a token, and always exits with 0, since problems are part
-//! of the answer.
+//! `xlaunch env`: shows the cluster environment of this process, the settings that a launch without flags takes from
+//! it, and the CUDA libraries that workers load. It never prints a token, and always exits with 0, since problems are
+//! part of the answer.
 
 use clap::Args;
 use serde_json::{Value, json};
@@ -45,7 +45,7 @@ fn as_text(
     problem: Option<&String>,
     warnings: &[String],
 ) -> String {
-    let mut out = format!("engine: {}\n", allocation.map_or("none", |found| found.engine));
+    let mut out = format!("cluster environment: {}\n", allocation.map_or("none", |found| found.engine));
     for (name, value) in allocation.map_or(&[][..], |found| &found.variables) {
         out += &format!("  {name}={}\n", escape(value));
     }

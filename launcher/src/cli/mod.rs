@@ -135,7 +135,7 @@ enum Subcommands {
     Export(export::Export),
     /// Check the node's GPUs: errors, clocks, links, results, rates
     Doctor(doctor::Doctor),
-    /// Show the engine of this launch (Slurm, ...) and its nodes
+    /// Show the cluster environment (Slurm, ...) and its nodes
     Env(env::Env),
     /// Continue text with a trained model
     Generate(generate::Generate),

@@ -89,7 +89,9 @@ fn env_shows_engine_and_settings_but_no_token() {
     let variables = [&STEP[..], &[("XLAUNCH_TOKEN", TOKEN), ("PET_RDZV_ID", "night")]].concat();
     let shown = run(&["env"], &variables);
     assert_eq!(shown.code, 0, "{}", shown.stderr);
-    for words in ["engine: Slurm", "SLURM_NODEID=1", "h0:2", "PET_RDZV_ID=night", "XLAUNCH_TOKEN"] {
+    for words in
+        ["cluster environment: Slurm", "SLURM_NODEID=1", "h0:2", "PET_RDZV_ID=night", "XLAUNCH_TOKEN"]
+    {
         assert!(shown.stdout.contains(words), "{words} in {}", shown.stdout);
     }
     let as_json = run(&["env", "--json"], &variables);
@@ -118,7 +120,7 @@ fn env_reports_problems_and_succeeds() {
         assert!(shown.stdout.contains("problem: ") && shown.stdout.contains(words), "{}", shown.stdout);
     }
     let outside = run(&["env"], &[]);
-    assert!(outside.stdout.starts_with("engine: none\n") && !outside.stdout.contains("problem"));
+    assert!(outside.stdout.starts_with("cluster environment: none\n") && !outside.stdout.contains("problem"));
 }
 
 /// Runs the script of `deploy/slurm` with programs that replace Slurm's and record how they are called.

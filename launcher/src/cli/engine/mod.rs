@@ -241,7 +241,7 @@ impl Host<'_> {
         self.number(name)?.ok_or_else(|| {
             format!(
                 "{engine}: {name} is not set, so this node's place in the job is unknown; pass the variables of the \
-                 engine on, or give --nnodes, --node-rank and --rdzv-endpoint"
+                 cluster environment on, or give --nnodes, --node-rank and --rdzv-endpoint"
             )
         })
     }

@@ -116,8 +116,8 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
         xlaunch("log-rotate", Value("SIZE"), "rotate log files at SIZE, such as 64M; one old file is kept"),
     ]),
     (SEVERAL_NODES, &[
-        torchrun("nnodes", Value("N|MIN:MAX"), "number of nodes [1, or the engine's: Slurm, LSF, PBS]"),
-        torchrun("node-rank", Value("N"), "rank of this node [the engine's, else 0]"),
+        torchrun("nnodes", Value("N|MIN:MAX"), "number of nodes [1, or the cluster's: Slurm, LSF, PBS]"),
+        torchrun("node-rank", Value("N"), "rank of this node [the cluster's, else 0]"),
         torchrun("rdzv-backend", Value("NAME"), "static, or c10d, where nodes may join and leave [static]"),
         torchrun("rdzv-endpoint", Value("HOST:PORT"), "the nodes' coordinator; on one node MASTER_ADDR, MASTER_PORT"),
         torchrun("master-addr", Value("HOST"), "the same for static; on one node MASTER_ADDR"),
@@ -128,7 +128,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
         xlaunch("interface", Value("NAME"), "network interface for nodes and workers, such as eth0"),
         xlaunch("token-file", Value("PATH"), "the job's token; or XLAUNCH_TOKEN, or munge under Slurm"),
         xlaunch("rdzv-insecure", Nothing, "no token and plain TCP, for a trusted network"),
-        torchrun("standalone", Nothing, "one node: ignore --rdzv-*, --master-* and engines"),
+        torchrun("standalone", Nothing, "one node: ignore --rdzv-*, --master-* and the cluster"),
     ]),
     ("Several hosts over ssh", &[
         xlaunch("hosts", Value("LIST"), "start on these hosts, with slots as workers: a,b:4"),
