@@ -1,5 +1,6 @@
 //! `xlaunch generate`: opens the model at a path, and continues prompts with the settings in the model's files.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use super::{
     SamplingOverrides, Settings, Token, Update,
 };
 use crate::model::Model;
+use crate::model::decode::Decoder;
 use crate::pretrained::{self, Device};
 use xlaunch_spec::refusal::Refusal;
 
@@ -118,22 +120,29 @@ pub(super) fn generate(
 ) -> Result<(), GenerateError> {
     check(model, requests)?;
     let length = |request: &Request| request.tokens.len().saturating_add(request.options.max_tokens);
-    let capacity = requests.iter().map(length).max().unwrap_or(1);
-    let mut batch = Batch::new(model, settings, requests.len(), capacity, Prefill::Together)?;
-    requests.iter().enumerate().for_each(|(index, request)| batch.submit(index, request.clone()));
-    let mut not_finite = None;
-    while !batch.is_idle() {
-        if interrupted() {
-            return Err(GenerateError::Interrupted);
-        }
-        batch.advance(&mut || interrupted(), &mut |index, output| match output {
-            Output::Token(Token { text, .. }) | Output::Text(text) => sink(index, Update::Text(&text)),
-            Output::Finished(completion) => sink(index, Update::Finished(completion)),
-            Output::NotFinite => not_finite = not_finite.or(Some(index)),
-            Output::Prompt(_) => {}
-        })?;
-        if let Some(index) = not_finite {
-            return Err(GenerateError::NotFinite { index });
+    // All texts of a batch have the same rotary table.
+    let mut groups: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for (index, request) in requests.iter().enumerate() {
+        groups.entry(Decoder::rotation_length(model, length(request))).or_default().push(index);
+    }
+    for group in groups.values() {
+        let capacity = group.iter().map(|index| length(&requests[*index])).max().unwrap_or(1);
+        let mut batch = Batch::new(model, settings, group.len(), capacity, Prefill::Together)?;
+        group.iter().for_each(|index| batch.submit(*index, requests[*index].clone()));
+        let mut not_finite = None;
+        while !batch.is_idle() {
+            if interrupted() {
+                return Err(GenerateError::Interrupted);
+            }
+            batch.advance(&mut || interrupted(), &mut |index, output| match output {
+                Output::Token(Token { text, .. }) | Output::Text(text) => sink(index, Update::Text(&text)),
+                Output::Finished(completion) => sink(index, Update::Finished(completion)),
+                Output::NotFinite => not_finite = not_finite.or(Some(index)),
+                Output::Prompt(_) => {}
+            })?;
+            if let Some(index) = not_finite {
+                return Err(GenerateError::NotFinite { index });
+            }
         }
     }
     Ok(())

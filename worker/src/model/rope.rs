@@ -4,8 +4,8 @@
 //! always element i with i + D/2, so the rotated elements are 0 to R and D/2 to D/2 + R. Models in Hugging Face's
 //! layout have them at the start of the head.
 //!
-//! Two scalings depend on the length of the context: in training that is T, in generation the longest text, prompt
-//! included, that is asked for. As in transformers, it counts for all of its positions.
+//! Two scalings depend on the length of the context: in training that is T, in generation the length of a prompt and of
+//! the text that is asked for. As in transformers, it counts for all of its positions.
 
 use std::f64::consts::{PI, TAU};
 use std::iter::repeat_n;
@@ -72,10 +72,16 @@ fn table(shape: &ModelShape, windowed: bool, length: usize) -> Vec<f32> {
     (0..length).flat_map(row).collect()
 }
 
-/// Returns whether contexts of these two lengths have the same angles.
-pub(super) fn rotates_alike(shape: &ModelShape, lengths: [usize; 2]) -> bool {
-    let [a, b] = lengths.map(|length| frequencies(shape, shape.rope_theta, &shape.rope_scaling, length));
-    a == b
+/// Returns the length that determines the angles of contexts of `length` tokens. Contexts for which it is the same have
+/// the same angles.
+pub(super) fn rotation_length(shape: &ModelShape, length: usize) -> usize {
+    match shape.rope_scaling {
+        RopeScaling::Dynamic { original_max_position_embeddings: original, .. } => length.max(original),
+        RopeScaling::LongRope { original_max_position_embeddings: original, .. } => {
+            length.clamp(original, original.saturating_add(1))
+        }
+        _ => 0,
+    }
 }
 
 /// Returns the factor of queries and keys.
@@ -239,7 +245,7 @@ mod tests {
         let long = frequencies(&shape, shape.rope_theta, &shape.rope_scaling, 17);
         assert!(plain.iter().zip(&short).all(|(plain, short)| plain / short == 2.0), "{short:?}");
         assert_eq!((plain[0] / long[0], plain[31] / long[31]), (1.0, 32.0));
-        assert!(rotates_alike(&shape, [1, 16]) && !rotates_alike(&shape, [16, 64]));
+        assert_eq!([1, 16, 17, 64].map(|length| rotation_length(&shape, length)), [16, 16, 17, 17]);
         // sqrt(1 + ln 4 / ln 16)
         assert!((table(&shape, false, 1)[0] - 1.5f32.sqrt()).abs() < 1e-6);
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use xlaunch_data::Tokenizer;
 use xlaunch_engine::{Backend, PoolMode};
-use xlaunch_spec::model::{Arch, ModelSection};
+use xlaunch_spec::model::{Arch, ModelSection, RopeScaling};
 
 use super::*;
 use crate::generate::command::generate;
@@ -97,7 +97,7 @@ fn token_that_ends_a_text_is_scored_without_being_part_of_it() {
 }
 
 /// A model of random weights, whose tokens depend on all earlier ones.
-fn random_model() -> Model {
+fn random_model(rope_scaling: RopeScaling) -> Model {
     let section = ModelSection {
         arch: Some(Arch::Llama),
         layers: Some(2),
@@ -107,6 +107,7 @@ fn random_model() -> Model {
         ffn: Some(100),
         seq: Some(64),
         vocab: Some(256),
+        rope_scaling: Some(rope_scaling),
         ..ModelSection::default()
     };
     let shape = section.resolve().unwrap();
@@ -158,7 +159,7 @@ fn run(
 #[test]
 fn requests_that_join_and_leave_do_not_change_a_bit_of_others() {
     let settings = Settings::for_test(Tokenizer::bytes(), Vocabulary { size: 256, ends: Vec::new() });
-    let model = random_model();
+    let model = random_model(RopeScaling::Default);
     let scores = Some(Scores { top: 3, prompt: true });
     let greedy = Options { max_tokens: 20, ..options(0.0, scores) };
     let drawn = Options { max_tokens: 9, ..options(1.0, Some(Scores { top: 1, prompt: false })) };
@@ -205,4 +206,38 @@ fn requests_that_join_and_leave_do_not_change_a_bit_of_others() {
         assert_eq!(&together[&index], alone, "request {index}");
     }
     assert_eq!(together[&100], alone[0]);
+}
+
+#[test]
+fn texts_do_not_depend_on_other_prompts_if_the_rotation_depends_on_the_length() {
+    let settings = Settings::for_test(Tokenizer::bytes(), Vocabulary { size: 256, ends: Vec::new() });
+    let options = Arc::new(options(0.0, None));
+    let requests = [3, 30, 4, 40].map(|length: u32| Request {
+        tokens: (0..length).map(|i| (length + i * i * 31) % 256).collect(),
+        sample: 0,
+        options: options.clone(),
+    });
+    let (factor, original_max_position_embeddings) = (4.0, 16);
+    let long_rope = RopeScaling::LongRope {
+        factor,
+        original_max_position_embeddings,
+        attention_factor: 0.0,
+        short_factor: vec![1.0; 8],
+        long_factor: vec![4.0; 8],
+    };
+    for scaling in [RopeScaling::Dynamic { factor, original_max_position_embeddings }, long_rope] {
+        let model = random_model(scaling);
+        let texts = |requests: &[Request]| {
+            let mut texts = vec![String::new(); requests.len()];
+            let mut sink = |request: usize, update: Update<'_>| {
+                if let Update::Text(text) = update {
+                    texts[request] += text;
+                }
+            };
+            generate(&model, &settings, requests, &|| false, &mut sink).unwrap();
+            texts
+        };
+        let alone: Vec<String> = requests.iter().flat_map(|it| texts(std::slice::from_ref(it))).collect();
+        assert_eq!(texts(&requests), alone, "{:?}", model.shape.rope_scaling);
+    }
 }

@@ -81,7 +81,7 @@ impl<'a> Decoder<'a> {
             Ok(BlockCache { keys, values })
         };
         let cache = (0..shape.layers).map(block).collect::<Result<_>>()?;
-        let rotates_alike = rope::rotates_alike(shape, [capacity, shape.seq]);
+        let rotates_alike = Self::rotation_length(model, capacity) == Self::rotation_length(model, shape.seq);
         let rope = (!rotates_alike).then(|| Rope::new(backend, shape, capacity)).transpose()?;
         Ok(Self {
             model,
@@ -97,6 +97,11 @@ impl<'a> Decoder<'a> {
             ids: backend.alloc(DType::F32, slots)?,
             graphs: RefCell::default(),
         })
+    }
+
+    /// Returns a number that is the same for two capacities if texts are rotated alike with both.
+    pub fn rotation_length(model: &Model, capacity: usize) -> usize {
+        rope::rotation_length(&model.shape, capacity.min(model.shape.seq))
     }
 
     /// Returns the size in bytes of one slot of the cache.
