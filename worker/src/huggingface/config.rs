@@ -12,6 +12,7 @@ use super::ModelError;
 use super::families::Family;
 use super::key::nearly_equal;
 use super::keys::Keys;
+use super::scaling::LENGTH;
 use super::without_effect::{FURTHER_BLOCKS, IS_CAUSAL, QUANTIZATION, WITHOUT_EFFECT};
 use super::{layers, unsupported};
 
@@ -249,15 +250,19 @@ pub(super) fn inherit_config(
     shape: &ModelShape,
     ids: TokenIds,
 ) -> Value {
-    let mut read = read.clone();
+    let (mut read, mut new) = (read.clone(), written.clone());
+    let length = |config: &Map<String, Value>| config.get(LENGTH).and_then(Value::as_u64);
+    // The multiple of the original length that YaRN targets does not replace a length that is long enough.
+    if length(&read) >= Some(shape.seq as u64) {
+        new.remove(LENGTH);
+    }
     // A table of rotation that lacks the original length means that of the model.
-    let length = |config: &Map<String, Value>| config.get("max_position_embeddings").and_then(Value::as_u64);
-    if length(&written) > length(&read)
+    if length(&new) > length(&read)
         && let Some(rope) = &Family::of(shape.arch).rope
     {
         read.retain(|key, _| !rope.has(key));
     }
-    let merged = inherit(Value::Object(written.clone()), &read, ids);
+    let merged = inherit(Value::Object(new), &read, ids);
     let described = parse(Path::new(""), merged.to_string().as_bytes());
     if described.is_ok_and(|other| difference(shape, &other).is_none()) {
         return merged;
@@ -281,8 +286,7 @@ fn inherit(written: Value, read: &Map<String, Value>, ids: TokenIds) -> Value {
     OF_ANOTHER.iter().for_each(|key| drop(config.remove(*key)));
     let Value::Object(written) = written else { return Value::Object(config) };
     for (key, value) in written {
-        let longer =
-            key == "max_position_embeddings" && value.as_u64() > config.get(&key).and_then(Value::as_u64);
+        let longer = key == LENGTH && value.as_u64() > config.get(&key).and_then(Value::as_u64);
         if OF_THIS_EXPORT.contains(&&*key) || longer || !config.contains_key(&key) {
             config.insert(key, value);
         }

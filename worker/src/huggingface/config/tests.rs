@@ -234,6 +234,12 @@ fn settings_are_inherited_although_the_model_is_longer_and_its_rotation_depends_
         (&json!(0.1), &json!(128))
     );
     assert_eq!(read(&config).unwrap(), shape);
+    // The length of a model that is long enough is kept, although YaRN targets a multiple of it.
+    let shape = ModelShape { seq: 32, ..shape };
+    let written = write(Family::of(shape.arch), &shape, ids, "float32");
+    let config = inherit_config(written, &original, &shape, ids);
+    assert_eq!(config["max_position_embeddings"], 64);
+    assert_eq!(config["rope_parameters"], original["rope_parameters"]);
 }
 
 #[test]
