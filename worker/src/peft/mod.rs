@@ -36,10 +36,15 @@ pub(crate) struct PeftDirectory {
     config: Config,
 }
 
+/// The key of `adapter_config.json` that decides which others it has.
+#[derive(Deserialize)]
+struct Method {
+    peft_type: String,
+}
+
 /// The keys of `adapter_config.json` that change results. Others are ignored.
 #[derive(Clone, Debug, Deserialize)]
 struct Config {
-    peft_type: String,
     base_model_name_or_path: Option<String>,
     r: usize,
     lora_alpha: f64,
@@ -86,11 +91,6 @@ impl Config {
         let other_start =
             self.init_lora_weights.as_str().filter(|name| !PLAIN_INITIALISATIONS.contains(name));
         let refused = [
-            (
-                self.peft_type != "LORA",
-                "peft_type",
-                format!("adapters of type {:?} are not supported, only LoRA", self.peft_type),
-            ),
             (
                 !(1..=MAX_LORA_RANK).contains(&self.r),
                 "r",
@@ -174,9 +174,14 @@ impl PeftDirectory {
     pub(crate) fn open(path: &Path) -> Result<Self, ModelError> {
         let file = path.join(ADAPTER_CONFIG);
         let json = source::read_whole(&file, MAX_CONFIG_BYTES)?;
-        let config: Config = serde_json::from_slice(&json)
-            .map_err(|error| ModelError::Read { path: file.clone(), reason: error.to_string() })?;
-        let opened = Self { path: path.into(), config };
+        let invalid =
+            |error: serde_json::Error| ModelError::Read { path: file.clone(), reason: error.to_string() };
+        let Method { peft_type } = serde_json::from_slice(&json).map_err(invalid)?;
+        if peft_type != "LORA" {
+            let problem = format!("adapters of type {peft_type:?} are not supported, only LoRA");
+            return Err(ModelError::Config { path: file, key: "peft_type".into(), problem });
+        }
+        let opened = Self { path: path.into(), config: serde_json::from_slice(&json).map_err(invalid)? };
         match opened.config.unsupported() {
             None => Ok(opened),
             Some((key, problem)) => Err(opened.error(key, problem)),

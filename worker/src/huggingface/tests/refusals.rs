@@ -196,7 +196,7 @@ fn adapters_that_cannot_be_read_are_refused_with_the_key_of_their_configuration(
     for (config, expected) in [
         ("{}", "missing field `peft_type`"),
         (
-            r#"{"peft_type": "IA3", "r": 1, "lora_alpha": 1}"#,
+            r#"{"peft_type": "IA3", "feedforward_modules": ["down_proj"]}"#,
             "`peft_type`: adapters of type \"IA3\" are not supported",
         ),
         (
