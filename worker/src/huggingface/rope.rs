@@ -50,6 +50,8 @@ const THETA: &str = "rope_theta";
 const ROPE_PARAMETERS: &str = "rope_parameters";
 const SCALING: &str = "rope_scaling";
 const FRACTION: &str = "partial_rotary_factor";
+/// Reason to refuse a rotated part.
+const ODD: &str = "it rotates an odd number of elements";
 /// Kinds of blocks in `rope_parameters` and `layer_types`.
 pub(super) const FULL: &str = "full_attention";
 pub(super) const SLIDING: &str = "sliding_attention";
@@ -120,8 +122,8 @@ impl Rope {
                 return Err(keys.refused(general, &format!("it differs from `{own}`, which is {value}")));
             }
         }
-        if is_odd(shape) {
-            return Err(keys.refused(fraction, "it rotates an odd number of elements"));
+        if is_odd(shape, shape.rope_fraction) {
+            return Err(keys.refused(fraction, ODD));
         }
         self.read_windowed(keys, theta_outside, shape)
     }
@@ -221,6 +223,9 @@ impl Rope {
         if self.fraction.is_none() && fraction.is_some_and(|fraction| fraction != 1.0) {
             return Err(keys.refused(FRACTION, "models of this family rotate whole heads"));
         }
+        if fraction.is_some_and(|fraction| is_odd(shape, fraction)) {
+            return Err(keys.refused(FRACTION, ODD));
+        }
         Ok(Found { theta, fraction, scaling: Some(scaling) })
     }
 
@@ -290,6 +295,6 @@ impl Rope {
     clippy::cast_sign_loss,
     reason = "head widths are small, and fractions that are out of range are refused later"
 )]
-fn is_odd(shape: &ModelShape) -> bool {
-    !((shape.head_dim as f64 * shape.rope_fraction) as usize).is_multiple_of(2)
+fn is_odd(shape: &ModelShape, fraction: f64) -> bool {
+    !((shape.head_dim as f64 * fraction) as usize).is_multiple_of(2)
 }

@@ -495,6 +495,7 @@ fn what_this_trainer_does_not_compute_is_refused_by_its_key() {
         (Arch::Gemma3, "attn_logit_softcapping", json!(50.0)),
         (Arch::Phi, "qk_layernorm", json!(true)),
         (Arch::Phi, "tie_word_embeddings", json!(true)),
+        (Arch::Phi, "rope_parameters.partial_rotary_factor", json!(0.1)),
         (Arch::Phi3, "rope_parameters.rope_type", json!("llama3")),
         (Arch::StableLm, "qk_layernorm", json!(true)),
         (Arch::StableLm, "head_dim", json!(16)),
