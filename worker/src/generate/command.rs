@@ -32,8 +32,8 @@ pub struct Command {
     pub samples: usize,
     /// True to take prompts as plain text, and to ignore the generation settings in the model's directory.
     pub raw: bool,
-    /// Maximum number of tokens per text.
-    pub max_tokens: usize,
+    /// Maximum number of tokens per text; `None` for [`Settings::max_tokens`].
+    pub max_tokens: Option<usize>,
     /// Settings for choosing tokens.
     pub sampling: SamplingOverrides,
     /// Seed of the random numbers.
@@ -55,13 +55,13 @@ pub fn run(
 ) -> Result<(), Refusal> {
     let Command { model, adapter, tokenizer, raw, .. } = command;
     let (source, settings) = Settings::open(model, adapter.as_deref(), tokenizer.as_deref(), *raw, note)?;
-    let options = Arc::new(Options {
-        max_tokens: command.max_tokens,
+    let options = |prompt: &[u32]| Options {
+        max_tokens: command.max_tokens.unwrap_or_else(|| settings.max_tokens(prompt.len())),
         sampling: settings.sampling(command.sampling),
         seed: command.seed,
         stop: command.stop.clone(),
         scores: None,
-    });
+    };
     let mut prompts = Vec::new();
     for (index, prompt) in command.prompts.iter().enumerate() {
         prompts.push(settings.tokens(prompt).map_err(|reason| Refusal {
@@ -78,7 +78,7 @@ pub fn run(
     }
     let of_prompt = |prompt: &usize| {
         let tokens: Arc<[u32]> = prompts[*prompt].as_slice().into();
-        let options = &options;
+        let options = Arc::new(options(&tokens));
         (0..samples).map(move |sample| Request { tokens: tokens.clone(), sample, options: options.clone() })
     };
     let requests: Vec<Request> = fits.iter().flat_map(of_prompt).collect();

@@ -14,6 +14,10 @@ use crate::pretrained::Source;
 
 /// Number of tokens to draw from if a directory does not set it; the default of Python's `transformers`.
 const DEFAULT_TOP_K: usize = 50;
+/// Maximum number of characters of a value in a warning.
+const MAX_VALUE_CHARS: usize = 40;
+/// Maximum number of tokens per text if neither the user nor the directory sets it.
+const DEFAULT_MAX_TOKENS: usize = 128;
 
 /// A prompt to continue.
 #[derive(Clone, Debug, PartialEq)]
@@ -122,8 +126,7 @@ impl Settings {
 
     /// Returns a warning about settings of the model that have no effect.
     pub fn warning(&self) -> Option<String> {
-        let keys = without_effect(self.generation_config()?);
-        let names: Vec<String> = keys.iter().map(|key| format!("`{key}`")).collect();
+        let names = without_effect(self.generation_config()?);
         let verbs = if names.len() == 1 { ("is", "has") } else { ("are", "have") };
         (!names.is_empty()).then(|| {
             let names = names.join(", ");
@@ -144,8 +147,9 @@ impl Settings {
             let any = user != SamplingOverrides::default();
             return if any { plain } else { Sampling { temperature: 0.0, ..plain } };
         }
-        let number = |key: &str| config.get(key).and_then(Value::as_f64);
-        let count = config.get("top_k").map_or(Some(DEFAULT_TOP_K as u64), Value::as_u64);
+        let valid = |key: &str| config.get(key).filter(|value| is_valid(key, value));
+        let number = |key: &str| valid(key).and_then(Value::as_f64);
+        let count = valid("top_k").map_or(Some(DEFAULT_TOP_K as u64), Value::as_u64);
         let count = count.and_then(|count| usize::try_from(count).ok()).filter(|count| *count > 0);
         Sampling {
             temperature: temperature.or(number("temperature")).unwrap_or(1.0),
@@ -153,10 +157,41 @@ impl Settings {
             top_p: top_p.or(number("top_p")).unwrap_or(1.0),
         }
     }
+
+    /// Returns the default of the maximum number of tokens after a prompt of `prompt` tokens. As in `transformers`, the
+    /// `max_length` of `generation_config.json` includes the prompt, and `max_new_tokens` takes precedence.
+    pub fn max_tokens(&self, prompt: usize) -> usize {
+        let count = |key: &str| {
+            let value = self.generation_config()?.get(key).filter(|value| is_valid(key, value))?;
+            usize::try_from(value.as_u64()?).ok()
+        };
+        let rest = || Some(count("max_length")?.saturating_sub(prompt));
+        count("max_new_tokens").or_else(rest).unwrap_or(DEFAULT_MAX_TOKENS)
+    }
 }
 
-/// Returns the keys of `generation_config.json` that would change the texts of `transformers`, but not those here.
-fn without_effect(config: &Map<String, Value>) -> Vec<&'static str> {
+/// Returns whether a value of a key that is read is possible. Those of other keys count as valid.
+fn is_valid(key: &str, value: &Value) -> bool {
+    let number = value.as_f64();
+    match key {
+        _ if value.is_null() => true,
+        "temperature" => number.is_some_and(|number| number >= 0.0),
+        "top_p" => number.is_some_and(|number| (0.0..=1.0).contains(&number)),
+        "top_k" => value.is_u64(),
+        "max_length" | "max_new_tokens" => value.as_u64().is_some_and(|count| count > 0),
+        "eos_token_id" => match value {
+            Value::Array(ids) => ids.iter().all(|id| is_valid(key, id)),
+            id => id.is_i64() || id.is_u64(),
+        },
+        _ => true,
+    }
+}
+
+/// Returns the keys of `generation_config.json` that would change the texts of `transformers`, but not those here, for
+/// messages: with their value if the key is read, but not this value.
+fn without_effect(config: &Map<String, Value>) -> Vec<String> {
+    const READ_SETTINGS: [&str; 3] = ["eos_token_id", "max_length", "max_new_tokens"];
+    const READ_SAMPLING_SETTINGS: [&str; 3] = ["temperature", "top_k", "top_p"];
     // Each with the number that asks for nothing; `null` and `false` do as well, and lists that are empty.
     const NO_NUMBER: f64 = f64::NAN;
     const IGNORED_SETTINGS: [(&str, f64); 24] = [
@@ -200,12 +235,17 @@ fn without_effect(config: &Map<String, Value>) -> Vec<&'static str> {
         value => value.as_f64() == Some(neutral),
     };
     let keys = IGNORED_SETTINGS.iter().chain(IGNORED_SAMPLING_SETTINGS.iter().filter(|_| samples));
-    let mut keys: Vec<&str> = keys
+    let ignored = keys
         .filter(|(key, neutral)| config.get(*key).is_some_and(|value| !asks_for_nothing(value, *neutral)))
-        .map(|(key, _)| *key)
-        .collect();
-    keys.sort_unstable();
-    keys
+        .map(|(key, _)| format!("`{key}`"));
+    let keys = READ_SETTINGS.iter().chain(READ_SAMPLING_SETTINGS.iter().filter(|_| samples));
+    let invalid = keys.filter_map(|key| {
+        let value = config.get(*key).filter(|value| !is_valid(key, value))?.to_string();
+        Some(format!("`{key}: {}`", value.chars().take(MAX_VALUE_CHARS).collect::<String>()))
+    });
+    let mut names: Vec<String> = ignored.chain(invalid).collect();
+    names.sort_unstable();
+    names
 }
 
 fn vocabulary(source: &Source, tokenizer: &Tokenizer, raw: bool) -> Vocabulary {
@@ -234,15 +274,15 @@ mod tests {
         let found = |config: Value| without_effect(config.as_object().unwrap());
         assert_eq!(
             found(json!({"repetition_penalty": 1.1, "num_beams": 4})),
-            ["num_beams", "repetition_penalty"]
+            ["`num_beams`", "`repetition_penalty`"]
         );
         assert_eq!(
             found(json!({"stop_strings": "a", "suppress_tokens": [1]})),
-            ["stop_strings", "suppress_tokens"]
+            ["`stop_strings`", "`suppress_tokens`"]
         );
         assert_eq!(
             found(json!({"dola_layers": "high", "penalty_alpha": 0.6, "watermarking_config": {"bias": 2}})),
-            ["dola_layers", "penalty_alpha", "watermarking_config"]
+            ["`dola_layers`", "`penalty_alpha`", "`watermarking_config`"]
         );
         assert_eq!(
             found(json!({
@@ -250,23 +290,36 @@ mod tests {
                 "force_words_ids": [[1]], "constraints": [{}], "prompt_lookup_num_tokens": 3,
             })),
             [
-                "constraints",
-                "encoder_repetition_penalty",
-                "force_words_ids",
-                "max_time",
-                "num_return_sequences",
-                "token_healing",
+                "`constraints`",
+                "`encoder_repetition_penalty`",
+                "`force_words_ids`",
+                "`max_time`",
+                "`num_return_sequences`",
+                "`token_healing`",
             ]
         );
-        assert_eq!(found(json!({"do_sample": true, "min_p": 0.1, "top_h": 1.0})), ["min_p", "top_h"]);
+        assert_eq!(found(json!({"do_sample": true, "min_p": 0.1, "top_h": 1.0})), ["`min_p`", "`top_h`"]);
         assert_eq!(found(json!({"do_sample": false, "min_p": 0.1, "top_h": 0.4})), [""; 0]);
         let neutral = json!({
             "do_sample": true, "repetition_penalty": 1, "num_beams": 1, "typical_p": 1.0, "min_p": null, "top_k": 20,
             "bad_words_ids": [], "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "max_time": null,
             "num_return_sequences": 1, "token_healing": false, "top_h": null, "temperature": 0.6, "top_p": 0.95,
-            "eos_token_id": [1],
+            "eos_token_id": [1, -1], "max_length": 20, "max_new_tokens": null,
         });
         assert_eq!(found(neutral), [""; 0]);
+        let impossible = json!({
+            "do_sample": true, "temperature": -1, "top_p": 1.5, "top_k": -1, "eos_token_id": [1, "5"],
+            "max_length": 0, "max_new_tokens": 1.5,
+        });
+        let names = [
+            "`eos_token_id: [1,\"5\"]`",
+            "`max_length: 0`",
+            "`max_new_tokens: 1.5`",
+            "`temperature: -1`",
+            "`top_k: -1`",
+            "`top_p: 1.5`",
+        ];
+        assert_eq!(found(impossible), names);
     }
 
     #[test]
@@ -292,7 +345,17 @@ mod tests {
             assert_eq!(temperature(&settings(config.clone(), true), none), Some(1.0), "{config}");
             assert_eq!(temperature(&Settings { raw: true, ..directory }, none), Some(1.0), "{config}");
         }
-        let samples = settings(json!({"do_sample": true, "temperature": 0.7}), false);
+        let samples = settings(json!({"do_sample": true, "temperature": 0.7, "top_k": -1}), false);
         assert_eq!(samples.sampling(none), Sampling { temperature: 0.7, top_k: Some(50), top_p: 1.0 });
+        for (config, expected) in [
+            (json!({}), 128),
+            (json!({"max_length": 20}), 15),
+            (json!({"max_length": 4}), 0),
+            (json!({"max_length": 20, "max_new_tokens": 7}), 7),
+            (json!({"max_length": null, "max_new_tokens": 0}), 128),
+        ] {
+            assert_eq!(settings(config.clone(), false).max_tokens(5), expected, "{config}");
+            assert_eq!(settings(config, true).max_tokens(5), 128);
+        }
     }
 }

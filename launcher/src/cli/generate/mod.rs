@@ -55,9 +55,9 @@ pub(super) struct Generate {
     /// Treat prompts as plain text: no token before them, no special tokens, no sampling defaults from the model
     #[arg(long)]
     raw: bool,
-    /// Maximum number of tokens per text
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = positive, allow_negative_numbers = true)]
-    max_tokens: usize,
+    /// Maximum number of tokens per text [default: from generation_config.json, or 128]
+    #[arg(long, value_name = "N", value_parser = positive, allow_negative_numbers = true)]
+    max_tokens: Option<usize>,
     /// Softmax temperature; 0 takes the most likely token (greedy) [default: 1 for checkpoints and with `--raw`;
     /// otherwise from generation_config.json, or 0]
     #[arg(long, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
