@@ -7,7 +7,7 @@ use clap::{ArgGroup, Args};
 use serde_json::{Value, json};
 use xlaunch_spec::exit::ExitCode;
 
-use super::generate::{DeviceOptions, until_interrupted};
+use super::generate::{AdapterOption, DeviceOptions, until_interrupted};
 use super::output::{QueryError, print, print_note};
 use xlaunch_worker::evaluate::{self, Command, Results};
 
@@ -19,9 +19,8 @@ pub(super) struct Eval {
     /// checkpoint)
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run
-    #[arg(long, value_name = "DIR")]
-    adapter: Option<PathBuf>,
+    #[command(flatten)]
+    adapter: AdapterOption,
     /// Directory of prepared data (uses its validation split), or a glob of files: text for a byte-level model,
     /// otherwise token files
     #[arg(long, value_name = "DIR|GLOB", group = "task")]
@@ -45,7 +44,7 @@ pub(super) struct Eval {
 pub(super) async fn run(options: Eval) -> Result<ExitCode, QueryError> {
     let command = Command {
         model: options.model,
-        adapter: options.adapter,
+        adapter: options.adapter.path()?,
         data: options.data,
         tokens: options.tokens,
         seq: options.seq.map(|seq| seq as usize),

@@ -22,7 +22,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 use xlaunch_worker::serve::{self as model, Command};
 
-use super::generate::DeviceOptions;
+use super::generate::{AdapterOption, DeviceOptions};
 use super::output::{QueryError, print, print_note};
 use crate::serve::{Access, Served, serve};
 
@@ -39,9 +39,8 @@ pub(super) struct Serve {
     /// checkpoint); also the name of the model for clients
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run
-    #[arg(long, value_name = "DIR")]
-    adapter: Option<PathBuf>,
+    #[command(flatten)]
+    adapter: AdapterOption,
     /// Address to listen on; port 0 takes a free port. An address that other hosts can reach needs a token
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8000")]
     listen: SocketAddr,
@@ -69,7 +68,7 @@ pub(super) async fn run(options: Serve) -> Result<ExitCode, QueryError> {
     let name = options.model.components().as_path().display().to_string();
     let command = Command {
         model: options.model,
-        adapter: options.adapter,
+        adapter: options.adapter.path()?,
         tokenizer: options.tokenizer,
         context: options.context,
         device: options.device.device,

@@ -40,9 +40,8 @@ pub(super) struct Generate {
     /// checkpoint)
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run
-    #[arg(long, value_name = "DIR")]
-    adapter: Option<PathBuf>,
+    #[command(flatten)]
+    adapter: AdapterOption,
     /// Text to continue; empty starts a new document; may be repeated
     #[arg(long, value_name = "TEXT", group = "input")]
     prompt: Vec<String>,
@@ -87,6 +86,33 @@ pub(super) struct Generate {
     json: bool,
 }
 
+/// Adapter of the model.
+#[derive(Clone, Debug, Args)]
+pub(super) struct AdapterOption {
+    /// Adapter to add to the model: a directory in PEFT's layout, or a checkpoint of a LoRA run
+    #[arg(long, value_name = "DIR")]
+    adapter: Vec<PathBuf>,
+}
+
+impl AdapterOption {
+    /// Returns the path of the adapter.
+    ///
+    /// # Errors
+    /// If there are several: it would not be clear whether the last one is used, or all of them.
+    pub(super) fn path(self) -> Result<Option<PathBuf>, Refusal> {
+        match <[PathBuf; 1]>::try_from(self.adapter) {
+            Ok([path]) => Ok(Some(path)),
+            Err(none) if none.is_empty() => Ok(None),
+            Err(_) => {
+                let message = "--adapter was given several times: only one adapter can be used at a time\nhelp: merge \
+                               the others into the model first, with PEFT's `merge_and_unload` or `xlaunch export \
+                               --merge`";
+                Err(Refusal::new(ExitCode::Usage, message))
+            }
+        }
+    }
+}
+
 /// Device and precision of the computation.
 #[derive(Clone, Debug, Args)]
 pub(super) struct DeviceOptions {
@@ -106,7 +132,7 @@ pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
     let prompts = read_prompts(&options)?;
     let command = Command {
         model: options.model,
-        adapter: options.adapter,
+        adapter: options.adapter.path()?,
         tokenizer: options.tokenizer,
         prompts: prompts.iter().map(|prompt| input(prompt, options.chat)).collect(),
         samples: options.samples,
@@ -261,6 +287,18 @@ mod tests {
         assert_eq!(prompts.iter().map(|prompt| prompt.prompt.as_str()).collect::<Vec<_>>(), ["a", ""]);
         parse(&["--prompt", "a", "--prompts", "file"]).unwrap_err();
         parse(&[]).unwrap_err();
+    }
+
+    #[test]
+    fn several_adapters_are_refused() {
+        let path = |options: &[&str]| {
+            let options = [&["--prompt", "a"], options].concat();
+            parse(&options).unwrap().adapter.path().map_err(|refusal| refusal.message)
+        };
+        assert_eq!(path(&[]), Ok(None));
+        assert_eq!(path(&["--adapter", "a"]), Ok(Some("a".into())));
+        let error = path(&["--adapter", "a", "--adapter", "b"]).unwrap_err();
+        assert!(error.contains("only one adapter can be used at a time"), "{error}");
     }
 
     #[test]
