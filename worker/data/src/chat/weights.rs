@@ -46,11 +46,11 @@ pub(super) fn check_answer(answer: &Value, at: &str) -> Result<(), String> {
 /// Refuses a row that is left out of the loss as a whole, or that has a weight. Fields of these names may also be about
 /// something else, such as the class of a text: only values that are weights are refused.
 pub(super) fn check_row(row: &Value) -> Result<(), String> {
-    // As in the rows of TRL's KTO trainer.
-    if field(row, "label").is_some_and(|label| label.kind() == ValueKind::Bool && !label.is_true()) {
-        return Err("`label` is false: the row has an answer that the model should not write\nhelp: remove such rows, \
-                    or see --on-error"
-            .into());
+    if let Some(label) = field(row, "label").filter(is_undesirable) {
+        return Err(format!(
+            "`label` of the row is {label}: the row has an answer that the model should not write\nhelp: remove such \
+             rows, see --on-error, or remove the key if it is about something else"
+        ));
     }
     let weight = field(row, WEIGHT).filter(is_other_than_one).map(|weight| (WEIGHT, weight));
     match weight.or_else(|| other_weight(row)) {
@@ -60,6 +60,13 @@ pub(super) fn check_row(row: &Value) -> Result<(), String> {
              `\"weight\": 0` in a message of the assistant leaves that message out of the loss"
         )),
     }
+}
+
+/// Returns whether a label is that of bad answers in the rows of TRL's KTO trainer, in any of its spellings.
+fn is_undesirable(label: &Value) -> bool {
+    let text = label.to_string();
+    ["false", "undesirable"].iter().any(|name| text.eq_ignore_ascii_case(name))
+        || text.parse::<f64>().is_ok_and(|number| number <= 0.0)
 }
 
 fn is_other_than_one(weight: &Value) -> bool {

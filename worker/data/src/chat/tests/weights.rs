@@ -30,7 +30,12 @@ fn rows_that_are_left_out_of_the_loss_are_refused() {
         (r#""mask": 1"#, "`mask` of the row is 1"),
         (r#""loss_weight": 0"#, "`loss_weight` of the row is 0"),
         (r#""loss_mask": [0, 1]"#, "`loss_mask` of the row is [0, 1]"),
-        (r#""label": false"#, "`label` is false"),
+        (r#""label": false"#, "`label` of the row is False"),
+        (r#""label": 0"#, "`label` of the row is 0"),
+        (r#""label": 0.0"#, "`label` of the row is 0.0"),
+        (r#""label": -1"#, "`label` of the row is -1"),
+        (r#""label": "False""#, "`label` of the row is False"),
+        (r#""label": "undesirable""#, "`label` of the row is undesirable"),
     ] {
         for row in rows(field) {
             let error = trained_on(CHATML, &row).unwrap_err();
@@ -54,8 +59,9 @@ fn rows_that_count_once_and_fields_about_something_else_are_read() {
         r#""loss_weight": 1.0"#,
         r#""loss_mask": null"#,
         r#""label": true"#,
-        r#""label": 0"#,
-        r#""label": "false""#,
+        r#""label": 1"#,
+        r#""label": "1.0""#,
+        r#""label": "negative""#,
         r#""label": null"#,
     ] {
         for row in rows(field) {
