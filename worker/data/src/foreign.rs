@@ -16,28 +16,43 @@ const MIN_IDS: usize = 32;
 const MAX_HIGH_HALF: u16 = 1 << 4;
 
 const UNPACK: &str = "decompress it, or prepare it with `xlaunch data prepare`";
+const UNPACK_FIRST: &str = "decompress it, or use gzip or zstd for `xlaunch data prepare`";
 const PREPARE: &str = "prepare its text with `xlaunch data prepare`, or leave it out of the globs";
+const WRITE_PARQUET: &str = "write it as Parquet for `xlaunch data prepare`";
+const TO_UTF_8: &str = "convert it to UTF-8";
 const SET_BIN: &str = "set data.tokenizer = \"bin\"";
 const SET_BYTES: &str = "set data.tokenizer = \"bytes\", or prepare it with `xlaunch data prepare`";
 
-/// Magic bytes of formats, with a description and a remedy.
-const FORMATS: [(&[u8], &str, &str); 16] = [
-    (b"\x1f\x8b\x08", "a gzip archive", UNPACK),
-    (b"\x28\xb5\x2f\xfd", "a Zstandard archive", UNPACK),
-    (b"\xfd7zXZ\0", "an xz archive", UNPACK),
-    (b"BZh", "a bzip2 archive", UNPACK),
-    (b"PK\x03\x04", "a zip archive", PREPARE),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", PREPARE),
-    (b"\x7fELF", "a program", PREPARE),
-    (b"\x89PNG\r\n\x1a\n", "a PNG image", PREPARE),
-    (b"\xff\xd8\xff", "a JPEG image", PREPARE),
-    (b"PAR1", "a Parquet file", PREPARE),
-    (b"ARROW1\0", "an Arrow file", PREPARE),
-    (b"%PDF-", "a PDF document", PREPARE),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", PREPARE),
-    (b"\x93NUMPY", "a NumPy array", PREPARE),
-    (b"SQLite format 3\0", "an SQLite database", PREPARE),
-    (b"\x80\x04\x95", "a Python pickle", PREPARE),
+/// A file with fewer magic bytes may also begin with this id.
+const MIN_MAGIC_OF_IDS: usize = 3;
+/// Magic bytes of formats, with a description and, if there is more to do than to leave the file out, advice.
+const FORMATS: [(&[u8], &str, Option<&str>); 26] = [
+    (b"\x1f\x8b\x08", "a gzip archive", Some(UNPACK)),
+    (b"\x28\xb5\x2f\xfd", "a Zstandard archive", Some(UNPACK)),
+    (b"\xfd7zXZ\0", "an xz archive", Some(UNPACK_FIRST)),
+    (b"BZh", "a bzip2 archive", Some(UNPACK_FIRST)),
+    (b"\x04\x22\x4d\x18", "an LZ4 archive", Some(UNPACK_FIRST)),
+    (b"PK\x03\x04", "a zip archive (as PyTorch's .bin and .pt files, .npz and .docx are)", None),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", None),
+    (b"\x80\x02", "a Python pickle", None),
+    (b"\x80\x03", "a Python pickle", None),
+    (b"\x80\x04\x95", "a Python pickle", None),
+    (b"\x80\x05\x95", "a Python pickle", None),
+    (b"PAR1", "a Parquet file", Some("prepare it with `xlaunch data prepare`")),
+    (b"ARROW1\0", "an Arrow file", Some(WRITE_PARQUET)),
+    (b"\xff\xff\xff\xff", "an Arrow stream", Some(WRITE_PARQUET)),
+    (b"\x93NUMPY", "a NumPy array", None),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", None),
+    (b"SQLite format 3\0", "an SQLite database", None),
+    (b"GGUF\x03\0", "a GGUF model", None),
+    (b"%PDF-", "a PDF document", Some("extract its text")),
+    (b"\x89PNG", "an image", None),
+    (b"\xff\xd8\xff", "an image", None),
+    (b"GIF8", "an image", None),
+    (b"\x7fELF", "a program", None),
+    (b"\xff\xfe\0\0", "UTF-32 text", Some(TO_UTF_8)),
+    (b"\xff\xfe", "UTF-16 text", Some(TO_UTF_8)),
+    (b"\xfe\xff", "UTF-16 text", Some(TO_UTF_8)),
 ];
 
 /// Actual kind of a file, and a remedy.
@@ -51,7 +66,7 @@ pub struct Foreign {
 
 /// Returns the kind of a file of `bytes` bytes that starts with `head`, if it is not text.
 pub fn not_text(head: &[u8], bytes: u64) -> Option<Foreign> {
-    if let Some(known) = known_format(head) {
+    if let Some(known) = known_format(head, 0) {
         return Some(known);
     }
     if !matches!(shard::layout(head, bytes), Ok(None)) {
@@ -66,7 +81,7 @@ pub fn not_text(head: &[u8], bytes: u64) -> Option<Foreign> {
 
 /// Returns the kind of a file that starts with `head` and has no header, if it does not contain 16-bit ids.
 pub fn not_ids(head: &[u8]) -> Option<Foreign> {
-    if let Some(known) = known_format(head) {
+    if let Some(known) = known_format(head, MIN_MAGIC_OF_IDS) {
         return Some(known);
     }
     if head.len() >= MIN_BYTES && is_text(head) {
@@ -78,9 +93,15 @@ pub fn not_ids(head: &[u8]) -> Option<Foreign> {
     })
 }
 
-fn known_format(head: &[u8]) -> Option<Foreign> {
-    let (_, what, remedy) = FORMATS.iter().find(|(magic, ..)| head.starts_with(magic))?;
-    Some(Foreign { what, remedy })
+fn known_format(head: &[u8], min_magic: usize) -> Option<Foreign> {
+    let (what, advice) = format_of(head, min_magic)?;
+    Some(Foreign { what, remedy: advice.unwrap_or(PREPARE) })
+}
+
+/// Returns a description of a format with at least `min_magic` magic bytes, and advice.
+pub(crate) fn format_of(head: &[u8], min_magic: usize) -> Option<(&'static str, Option<&'static str>)> {
+    let is_one = |magic: &[u8]| magic.len() >= min_magic && head.starts_with(magic);
+    FORMATS.iter().find(|(magic, ..)| is_one(magic)).map(|(_, what, advice)| (*what, *advice))
 }
 
 /// Returns whether `head` is UTF-8 without control characters other than those of text. 16-bit ids are not: half of
@@ -148,6 +169,7 @@ mod tests {
         let cut = "Straße".repeat(20);
         assert_eq!(of(&cut.as_bytes()[..cut.len() - 2]), Some("text"), "a character is cut");
         assert_eq!(of(b"\x1f\x8b\x08\0\0"), Some("a gzip archive"));
+        assert_eq!(of(&ids([0x280, 40_000].into_iter().cycle().take(100))), None, "begins like a pickle");
         let wide_ids = "a file of 32-bit ids without a header";
         assert_eq!(of(&wide((0..100).map(|i| i * 37 % 50_257))), Some(wide_ids));
         assert_eq!(of(&wide((0..100).map(|i| i * 1281 % 128_256))), Some(wide_ids));

@@ -1,7 +1,7 @@
 //! Detects the kind of an input from its name and its first bytes. Pure.
 
 use super::inputs::{Input, extension};
-use crate::foreign::NUL_SHARE;
+use crate::foreign::{NUL_SHARE, format_of};
 
 /// Kind of an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,36 +18,11 @@ pub(super) enum Kind {
     Parquet,
 }
 
-/// Magic numbers of files that are not text, with a description.
-const FOREIGN: [(&[u8], &str); 21] = [
-    (b"PK\x03\x04", "a zip archive (as PyTorch's .bin and .pt files, .npz and .docx are)"),
-    (b"\x80\x02", "a Python pickle"),
-    (b"\x80\x03", "a Python pickle"),
-    (b"\x80\x04", "a Python pickle"),
-    (b"\x80\x05", "a Python pickle"),
-    (b"ARROW1", "an Arrow file; write it as Parquet"),
-    (b"\xff\xff\xff\xff", "an Arrow stream; write it as Parquet"),
-    (b"\x93NUMPY", "a NumPy array"),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
-    (b"SQLite format 3\0", "an SQLite database"),
-    (b"GGUF", "a GGUF model"),
-    (b"%PDF-", "a PDF document; extract its text"),
-    (b"\x89PNG", "an image"),
-    (b"\xff\xd8\xff", "an image"),
-    (b"GIF8", "an image"),
-    (b"\x7fELF", "a program"),
-    (b"\xfd7zXZ\0", "compressed with xz; decompress it, or use gzip or zstd"),
-    (b"BZh", "compressed with bzip2; decompress it, or use gzip or zstd"),
-    (b"\x04\x22\x4d\x18", "compressed with LZ4; decompress it, or use gzip or zstd"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"),
-    (b"\xfe\xff", "UTF-16 text; convert it to UTF-8"),
-];
-
 /// Returns the kind of an input whose text starts with `head`. `named_field`: the user named a field of rows.
 ///
 /// # Errors
 /// A description of the file, if it cannot be read.
-pub(super) fn of(input: &Input, head: &[u8], named_field: bool) -> Result<Kind, &'static str> {
+pub(super) fn of(input: &Input, head: &[u8], named_field: bool) -> Result<Kind, String> {
     if head.starts_with(b"PAR1") {
         return Ok(Kind::Parquet);
     }
@@ -63,7 +38,7 @@ pub(super) fn of(input: &Input, head: &[u8], named_field: bool) -> Result<Kind, 
         Some("json") => Kind::Json,
         Some("csv") => Kind::Separated { delimiter: b',' },
         Some("tsv" | "tab") => Kind::Separated { delimiter: b'\t' },
-        Some("parquet") => return Err("a file named .parquet, which is not a Parquet file"),
+        Some("parquet") => return Err("a file named .parquet, which is not a Parquet file".into()),
         _ if named_field && head.trim_ascii_start().starts_with(b"[") => Kind::Json,
         _ if named_field => Kind::JsonLines,
         _ => Kind::Text,
@@ -78,36 +53,31 @@ pub(super) fn may_be_json(input: &Input, head: &[u8]) -> bool {
     !is_named && value.strip_prefix(b"{").is_some_and(|rest| rest.trim_ascii_start().starts_with(b"\""))
 }
 
-/// Returns a description of a file that is not text.
-fn foreign(head: &[u8]) -> Option<&'static str> {
+/// Returns a description of a file that is not text, with advice.
+fn foreign(head: &[u8]) -> Option<String> {
     const TAR_MAGIC: &[u8] = b"ustar";
-    if head.get(257..).is_some_and(|rest| rest.starts_with(TAR_MAGIC)) {
-        return Some("a tar archive; unpack it");
-    }
-    if head.starts_with(b"\xff\xfe\0\0") {
-        return Some("UTF-32 text; convert it to UTF-8");
-    }
-    if head.starts_with(b"\xff\xfe") {
-        return Some("UTF-16 text; convert it to UTF-8");
-    }
-    // The size of a module follows.
-    if head.starts_with(b"PARE") && head.get(7) == Some(&0) {
-        return Some("an encrypted Parquet file; write it without encryption");
-    }
-    if head.get(8..10) == Some(b"{\"") && head.get(4..8) == Some(&[0; 4]) {
-        return Some("a safetensors file");
-    }
-    // Token files of llm.c and modded-nanogpt.
-    if head.len() >= 256 && crate::shard::layout(&head[..256], u64::MAX).is_ok_and(|layout| layout.is_some())
-    {
-        return Some("a file of token ids; train on it as it is");
-    }
-    let known = FOREIGN.iter().find(|(magic, _)| head.starts_with(magic)).map(|(_, what)| *what);
-    // Small ids, and English text in UTF-16, are UTF-8 as well.
     let nuls = head.iter().filter(|byte| **byte == 0).count();
-    known.or((nuls * NUL_SHARE > head.len()).then_some(
-        "binary data with many NUL bytes, such as token ids; train on those as they are, and convert UTF-16 to UTF-8",
-    ))
+    let what = if head.get(257..).is_some_and(|rest| rest.starts_with(TAR_MAGIC)) {
+        "a tar archive; unpack it"
+    } else if head.starts_with(b"PARE") && head.get(7) == Some(&0) {
+        // The size of a module follows.
+        "an encrypted Parquet file; write it without encryption"
+    } else if head.get(8..10) == Some(b"{\"") && head.get(4..8) == Some(&[0; 4]) {
+        "a safetensors file"
+    } else if head.len() >= 256
+        && crate::shard::layout(&head[..256], u64::MAX).is_ok_and(|layout| layout.is_some())
+    {
+        // Token files of llm.c and modded-nanogpt.
+        "a file of token ids; train on it as it is"
+    } else if let Some((what, advice)) = format_of(head, 0) {
+        return Some(advice.map_or(what.into(), |advice| format!("{what}; {advice}")));
+    } else if nuls * NUL_SHARE > head.len() {
+        // Small ids, and English text in UTF-16, are UTF-8 as well.
+        "binary data with many NUL bytes, such as token ids; train on those as they are, and convert UTF-16 to UTF-8"
+    } else {
+        return None;
+    };
+    Some(what.into())
 }
 
 #[cfg(test)]
@@ -130,7 +100,8 @@ mod tests {
             (b"\xff\xfeh\0", "UTF-16"),
             (b"\xff\xfe\0\0h\0\0\0", "UTF-32"),
             (b"\x80\x04\x95", "pickle"),
-            (b"\x10\0\0\0\0\0\0\0{\"__metadata__\"", "safetensors"),
+            (b"\x80\x02\0\0\0\0\0\0{\"__metadata__\"", "safetensors"),
+            (b"\xfd7zXZ\0", "an xz archive; decompress it"),
             (b"PARE\x55\0\0\0\x9a\x13", "encrypted Parquet"),
             (b"SQLite format 3\0", "SQLite"),
             (b"\x04\x22\x4d\x18abc", "LZ4"),
