@@ -1,4 +1,4 @@
-"""Loss curves in FP8 compared with those in bf16, on the same tokens from the same weights, on one GPU.
+"""Loss curves and speed in FP8 compared with those in bf16, on the same tokens from the same weights, on one GPU.
 
     python3 tests/gpu/fp8.py --binary target/release/xlaunch [--models A B llama-1b] [--steps 1000] [--batch N]
 
@@ -8,6 +8,7 @@ runs drift apart without a change of precision. Tolerance: 0.5 % for the mean of
 
 import argparse
 import pathlib
+import statistics
 import sys
 import tempfile
 
@@ -23,7 +24,8 @@ def run(binary, model, batch, data, precision, seed, steps):
         "train.schedule": "cosine", "checkpoint.every": 0, "train.min_lr_ratio": MIN_LR_RATIO, "job.seed": seed,
         "engine.precision": precision, "engine.device": "cuda",
     })
-    return [line["train/loss"] for line in lines]
+    rate = statistics.median(line["perf/tokens_per_second"] for line in lines[WARMUP:])
+    return [line["train/loss"] for line in lines], rate
 
 
 def main():
@@ -39,19 +41,19 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", TOKENS)
         for model in options.models:
-            ends, batch = {}, options.batch or runner.BATCHES[model]
+            ends, rates, batch = {}, {}, options.batch or runner.BATCHES[model]
             for precision in ("bf16", "fp8"):
                 for seed in (1, 2):
-                    losses = run(options.binary, model, batch, data, precision, seed, options.steps)
-                    ends[precision, seed] = mean(losses)
+                    losses, rate = run(options.binary, model, batch, data, precision, seed, options.steps)
+                    ends[precision, seed], rates[precision] = mean(losses), rate
                     shown = "  ".join(f"{losses[step]:.4f}" for step in range(0, options.steps, options.steps // 10))
-                    print(f"model {model}, {precision}, seed {seed}: {shown}  last {LAST} {mean(losses):.5f}",
-                          flush=True)
+                    print(f"model {model}, {precision}, seed {seed}: {shown}  last {LAST} {mean(losses):.5f}, "
+                          f"{rate / 1e3:.0f}K tokens per second", flush=True)
             bf16, fp8 = ((ends[precision, 1] + ends[precision, 2]) / 2 for precision in ("bf16", "fp8"))
             apart = abs(ends["bf16", 1] - ends["bf16", 2]) / bf16
             difference = fp8 / bf16 - 1
-            print(f"model {model}: fp8 {100 * difference:+.2f} % of bf16, whose seeds differ by {100 * apart:.2f} %",
-                  flush=True)
+            print(f"model {model}: fp8 {100 * difference:+.2f} % of bf16, whose seeds differ by {100 * apart:.2f} %, "
+                  f"{rates['fp8'] / rates['bf16']:.2f} times as fast", flush=True)
             failed |= difference > TOLERANCE
     sys.exit(failed)
 
