@@ -102,13 +102,14 @@ fn gemm_at_once(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale: f
 /// Rows of a block of [`blocked_gemm`].
 const BLOCK_ROWS: usize = 32;
 
-/// Computes `out = a b` in blocks of rows, whose number does not depend on that of the threads: for depths at which the
-/// `gemm` crate sums in an order that depends on the number of rows.
-pub(crate) fn blocked_gemm(threads: &Threads, out: &mut [f32], a: Mat<'_>, b: Mat<'_>) {
+/// Computes `out = a b`, or adds to `out` if `add`, in blocks of rows, whose number does not depend on that of the
+/// threads: for a transposed `b` and depths at which the `gemm` crate sums in an order that depends on the number of
+/// rows.
+pub(crate) fn blocked_gemm(threads: &Threads, out: &mut [f32], a: Mat<'_>, b: Mat<'_>, add: bool) {
     threads.run(|| {
         out.par_chunks_mut(BLOCK_ROWS * b.cols).enumerate().for_each(|(block, out)| {
             let first = block * BLOCK_ROWS;
-            gemm(out, b.cols, a.part(first..a.rows.min(first + BLOCK_ROWS)), b, 1.0, false);
+            gemm(out, b.cols, a.part(first..a.rows.min(first + BLOCK_ROWS)), b, 1.0, add);
         });
     });
 }

@@ -143,7 +143,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             cases.push((format!("linear {s:?} bias {with_bias} {acc:?}"), Box::new(case)));
         }
     }
-    for (rows, inputs, outputs) in [(16, 16, 16), (144, 272, 48), (80, 400, 528)] {
+    for (rows, inputs, outputs) in [(16, 16, 16), (144, 272, 48), (80, 400, 528), (96, 16, 1200)] {
         for (with_bias, acc) in [(false, Accumulate::Overwrite), (true, Accumulate::Add)] {
             let s = LinearShape { rows, inputs, outputs };
             // Values down to the smallest numbers of both formats.

@@ -32,7 +32,7 @@ impl Op for RouterLogits<'_> {
         let (x, w) = (a.read(self.x, s.rows * s.inputs), a.read(self.w, s.outputs * s.inputs));
         let logits = a.write(self.logits, s.rows * s.outputs);
         let (x, w) = (Mat::new(x, s.rows, s.inputs), Mat::new(w, s.outputs, s.inputs));
-        blocked_gemm(threads, logits, x, w.t());
+        blocked_gemm(threads, logits, x, w.t(), false);
         if let Some(bias) = self.bias.map(|bias| a.read(bias, s.outputs)) {
             let rows = logits.chunks_exact_mut(s.outputs);
             rows.for_each(|row| row.iter_mut().zip(bias).for_each(|(logit, bias)| *logit += bias));

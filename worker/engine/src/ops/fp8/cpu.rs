@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::format::{Format, SMALLEST_MAX};
 use super::{Fp8Operand, GemmFp8, QuantizeFp8};
-use crate::cpu::gemm::{Mat, parallel_gemm};
+use crate::cpu::gemm::{Mat, blocked_gemm};
 use crate::cpu::{Access, Threads};
 use crate::ops::experts::index;
 use crate::ops::{Accumulate, linear};
@@ -58,5 +58,5 @@ pub(crate) fn gemm(t: &Threads, args: GemmFp8<'_>) {
     let bias = args.bias.map(|bias| access.read(bias, cols));
     let y = access.write(args.y, rows * cols);
     let add = linear::cpu::begin_sum(y, cols, bias) || args.acc == Accumulate::Add;
-    parallel_gemm(t, y, Mat::new(&a, rows, depth), Mat::new(&b, cols, depth).t(), add);
+    blocked_gemm(t, y, Mat::new(&a, rows, depth), Mat::new(&b, cols, depth).t(), add);
 }

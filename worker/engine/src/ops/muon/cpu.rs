@@ -110,13 +110,13 @@ fn one(
     for group in steps((rows, cols)) {
         let matrix = Mat::new(x, rows, cols);
         let [left, right] = if tall { [matrix.t(), matrix] } else { [matrix, matrix.t()] };
-        blocked_gemm(t, gram, left, right);
+        blocked_gemm(t, gram, left, right, false);
         polynomial(t, side, gram, group[0], first);
         let factor: &[f32] = if let Some(next) = group.get(1) {
-            blocked_gemm(t, second, Mat::new(first, side, side), Mat::new(gram, side, side));
-            blocked_gemm(t, gram, Mat::new(second, side, side), Mat::new(first, side, side));
+            blocked_gemm(t, second, Mat::new(first, side, side), Mat::new(gram, side, side), false);
+            blocked_gemm(t, gram, Mat::new(second, side, side), Mat::new(first, side, side), false);
             polynomial(t, side, gram, *next, second);
-            blocked_gemm(t, gram, Mat::new(first, side, side), Mat::new(second, side, side));
+            blocked_gemm(t, gram, Mat::new(first, side, side), Mat::new(second, side, side), false);
             gram
         } else {
             first
@@ -126,7 +126,7 @@ fn one(
         } else {
             [Mat::new(factor, side, side), matrix]
         };
-        blocked_gemm(t, product, left, right);
+        blocked_gemm(t, product, left, right, false);
         x.copy_from_slice(product);
     }
 }
@@ -134,7 +134,7 @@ fn one(
 /// `out = a I + b A + c A^2`.
 fn polynomial(t: &Threads, side: usize, gram: &[f32], [a, b, c]: [f32; 3], out: &mut [f32]) {
     let symmetric = Mat::new(gram, side, side);
-    blocked_gemm(t, out, symmetric, symmetric.t());
+    blocked_gemm(t, out, symmetric, symmetric.t(), false);
     for (i, (out, gram)) in out.iter_mut().zip(gram).enumerate() {
         let diagonal = if i / side == i % side { a } else { 0.0 };
         *out = b * gram + c * *out + diagonal;

@@ -41,7 +41,7 @@ pub(super) fn forward(t: &Threads, args: GroupedForward<'_>) {
     for (expert, rows) in groups(offsets).filter(|(_, rows)| !rows.is_empty()) {
         let x = Mat::new(&x[rows.start * s.inputs..rows.end * s.inputs], rows.len(), s.inputs);
         let w = Mat::new(&w[s.weights(expert)], s.outputs, s.inputs);
-        blocked_gemm(t, &mut y[rows.start * s.outputs..rows.end * s.outputs], x, w.t());
+        blocked_gemm(t, &mut y[rows.start * s.outputs..rows.end * s.outputs], x, w.t(), false);
     }
 }
 
@@ -106,17 +106,17 @@ pub(super) fn fp8(t: &Threads, args: GroupedFp8<'_>) {
             GroupedProduct::Forward => {
                 let w = Mat::new(&b[s.weights(expert)], s.outputs, s.inputs);
                 let x = Mat::new(&a[of_rows(s.inputs)], rows.len(), s.inputs);
-                parallel_gemm(t, &mut out[of_rows(s.outputs)], x, w.t(), false);
+                blocked_gemm(t, &mut out[of_rows(s.outputs)], x, w.t(), false);
             }
             GroupedProduct::Input => {
                 let w = Mat::strided(&b[expert * s.outputs..], s.inputs, s.outputs, s.experts * s.outputs);
                 let dy = Mat::new(&a[of_rows(s.outputs)], rows.len(), s.outputs);
-                parallel_gemm(t, &mut out[of_rows(s.inputs)], dy, w.t(), false);
+                blocked_gemm(t, &mut out[of_rows(s.inputs)], dy, w.t(), false);
             }
             GroupedProduct::Weight => {
                 let [dy, x] = [(&a, s.outputs), (&b, s.inputs)]
                     .map(|(x, height)| Mat::strided(&x[rows.start..], height, rows.len(), s.rows));
-                parallel_gemm(t, &mut out[s.weights(expert)], dy, x.t(), add);
+                blocked_gemm(t, &mut out[s.weights(expert)], dy, x.t(), add);
             }
         }
     }
