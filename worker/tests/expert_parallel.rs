@@ -11,7 +11,7 @@ use std::sync::Mutex;
 
 use common::{Rank, on_ranks_with_shape, shape, spec};
 use xlaunch_engine::Tensor;
-use xlaunch_spec::job::{JobSpec, Optimizer, Recompute, Shard};
+use xlaunch_spec::job::{JobSpec, Optimizer, Precision, Recompute, Shard};
 use xlaunch_spec::model::{Arch, ModelShape, Router};
 use xlaunch_worker::checkpoint::Portion;
 use xlaunch_worker::model::layout::Layout;
@@ -158,6 +158,24 @@ fn twenty_steps_have_the_same_losses_for_any_division_of_experts() {
             }
             assert!(divided.elements < whole.elements, "{case}");
         }
+    }
+}
+
+/// Scales are those of a rank's own rows, so that the rounding depends on the division.
+#[test]
+fn divided_experts_in_fp8_are_near_those_of_one_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut spec = job(dir.path());
+    let shape = ModelShape { expert_ffn: 32, ..mixed() };
+    let mut run = |precision, experts| {
+        (spec.engine.precision, spec.comm.experts) = (precision, experts);
+        train(&shape, &spec, dir.path(), 3, |_| {})
+    };
+    let [plain, whole] = [None, Some(Precision::Fp8)].map(|precision| run(precision, 1));
+    assert!((whole.numbers[0][0] - plain.numbers[0][0]).abs() > 1e-6, "nothing was rounded");
+    for experts in [2, 4] {
+        let divided = run(Some(Precision::Fp8), experts);
+        close(&divided, &whole, [1e-3, 2e-2, 5e-2, 5e-2, 5e-2, 1e-3], &format!("{experts} ranks"));
     }
 }
 
