@@ -332,23 +332,22 @@ impl StateDir {
         }
     }
 
-    /// Checks that the directory belongs to this host, or to none. A host may have been renamed since its boot.
-    fn check_host(&self) -> Result<(), JournalError> {
+    /// Returns the recorded host. Fails unless that is this host, which may have been renamed since its boot.
+    fn check_host(&self) -> Result<Option<Host>, JournalError> {
         let own = Host::own();
         let is_own = |host: &Host| host.name == own.name || (host.boot == own.boot && !own.boot.is_empty());
         match self.host()? {
             Some(host) if !is_own(&host) => {
                 Err(JournalError::OtherHost { dir: self.path.clone(), host: host.name })
             }
-            _ => Ok(()),
+            host => Ok(host),
         }
     }
 
     /// Records that the directory belongs to this host.
     fn claim(&self) -> Result<(), JournalError> {
-        self.check_host()?;
         let own = Host::own();
-        if self.host()?.as_ref() != Some(&own) {
+        if self.check_host()?.as_ref() != Some(&own) {
             match files::write(&self.path, HOST, &serde_json::to_vec(&own).map_err(io::Error::from)?) {
                 // A node whose disk is full must start.
                 Err(error) if !files::is_full(&error) => return Err(error.into()),

@@ -122,7 +122,7 @@ fn hostile_job_name_is_escaped_in_labels() {
     assert!(text.ends_with("\n# EOF\n"));
 }
 
-/// As in the text format 0.0.4, where the comments and the samples of a counter have the same name.
+/// In the text format 0.0.4, the comments and the samples of a counter have the same name.
 #[test]
 fn prometheus_format_has_the_samples_of_openmetrics_and_full_names_of_counters() {
     let (view, now) = (Arc::new(sample_node(unix_ms(), 800)), unix_ms());
