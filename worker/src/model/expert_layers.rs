@@ -11,7 +11,7 @@ use xlaunch_engine::{
 };
 
 use super::Model;
-use super::linear::{Fp8Tensor, Use};
+use super::linear::Use;
 use super::pass::Pass;
 
 /// A layer of this rank's experts, and the rows that it multiplies.
@@ -29,14 +29,15 @@ impl Model {
     /// Computes the output of a layer.
     pub(super) fn expert_layer(&self, layer: ExpertLayer<'_>, x: &Tensor) -> Result<Tensor> {
         let ExpertLayer { shape, weight, offsets, end } = layer;
-        let GroupedShape { rows, inputs, outputs, .. } = shape;
-        let (w, y) = (self.param(weight), self.activation(rows * outputs)?);
+        let GroupedShape { rows, experts, inputs, outputs } = shape;
+        let y = self.activation(rows * outputs)?;
         if self.in_fp8(rows) {
             let x = self.rounded([rows, inputs], x.all(), Use::Rows, DType::Fp8E4m3, end)?;
-            let w = self.rounded_experts(layer, Use::Rows)?;
+            let w = self.rounded_weights(weight, [experts * outputs, inputs], Use::Rows)?;
             let (a, b) = (x.part(Use::Rows), w.part(Use::Rows));
             self.fp8_product(layer, GroupedProduct::Forward, [a, b], y.all(), Accumulate::Overwrite)?;
         } else {
+            let w = self.param(weight);
             self.backend.run(GroupedForward { shape, offsets, x: x.all(), w, y: y.all() })?;
         }
         Ok(y)
@@ -51,7 +52,7 @@ impl Model {
         dx: Slice<'_>,
     ) -> Result<()> {
         let ExpertLayer { shape, weight, offsets, end } = layer;
-        let GroupedShape { rows, inputs, outputs, .. } = shape;
+        let GroupedShape { rows, experts, inputs, outputs } = shape;
         let (dw, acc) = (pass.gradient(weight), pass.acc);
         if !self.in_fp8(rows) {
             if let Some(dw) = dw {
@@ -68,15 +69,9 @@ impl Model {
             let (a, b) = (dy.part(Use::Columns), x.part(Use::Columns));
             self.fp8_product(layer, GroupedProduct::Weight, [a, b], dw, acc)?;
         }
-        let w = self.rounded_experts(layer, Use::Columns)?;
+        let w = self.rounded_weights(weight, [experts * outputs, inputs], Use::Columns)?;
         let (a, b) = (dy.part(Use::Rows), w.part(Use::Columns));
         self.fp8_product(layer, GroupedProduct::Input, [a, b], dx, Accumulate::Overwrite)
-    }
-
-    /// Rounds the weights of all of a layer's experts.
-    fn rounded_experts(&self, layer: ExpertLayer<'_>, used: Use) -> Result<Fp8Tensor> {
-        let GroupedShape { experts, inputs, outputs, .. } = layer.shape;
-        self.rounded([experts * outputs, inputs], self.param(layer.weight), used, DType::Fp8E4m3, None)
     }
 
     fn fp8_product(

@@ -15,6 +15,7 @@
 //! rounded for the layer, and adapters read them unrounded. Backward keeps unrounded inputs.
 
 use std::cell::OnceCell;
+use std::ops::Range;
 use std::rc::Rc;
 
 use xlaunch_engine::{
@@ -174,10 +175,14 @@ impl Model {
         Ok(rounded)
     }
 
-    /// Rounds a layer's weights to FP8.
-    fn rounded_weights(&self, layer: &Linear, shape: LinearShape, used: Use) -> Result<Fp8Tensor> {
-        let w = self.param(&layer.weight);
-        self.rounded([shape.outputs, shape.inputs], w, used, DType::Fp8E4m3, None)
+    /// Rounds weights of these sizes to FP8.
+    pub(super) fn rounded_weights(
+        &self,
+        weight: &Range<usize>,
+        sizes: [usize; 2],
+        used: Use,
+    ) -> Result<Fp8Tensor> {
+        self.rounded(sizes, self.param(weight), used, DType::Fp8E4m3, None)
     }
 
     /// Computes `y = x w^T (+ bias)`, and adds the output of the adapter.
@@ -210,7 +215,7 @@ impl Model {
                 self.backend.run(LinearForward { shape, x, w, bias, y })?;
             }
             Operand::Fp8(x) | Operand::Both(_, x) => {
-                let w = self.rounded_weights(layer, shape, Use::Rows)?;
+                let w = self.rounded_weights(&layer.weight, [cols, depth], Use::Rows)?;
                 let (a, b, y) = (x.part(Use::Rows), w.part(Use::Rows), y.all());
                 self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias, y, acc })?;
             }
@@ -299,7 +304,7 @@ impl Model {
                 self.backend.run(LinearBackwardInput { shape, dy, w, dx })?;
             }
             Operand::Fp8(dy) | Operand::Both(_, dy) => {
-                let w = self.rounded_weights(layer, shape, Use::Columns)?;
+                let w = self.rounded_weights(&layer.weight, [depth, cols], Use::Columns)?;
                 let (a, b, y) = (dy.part(Use::Rows), w.part(Use::Columns), dx.all());
                 self.backend.run(GemmFp8 { rows, cols, depth, a, b, bias: None, y, acc })?;
             }
