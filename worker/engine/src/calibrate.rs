@@ -89,7 +89,8 @@ pub fn latencies(backend: &Backend) -> Result<(f64, f64)> {
     let (x, y) = (random(backend, 2 * SMALL)?, backend.alloc(backend.activation_dtype(), SMALL)?);
     let (activation, rows, h, a) = (Activation::Silu, 1, x.all(), y.all());
     let inputs = GluInputs::PLAIN;
-    let launch = || backend.run(GluForward { activation, inputs, rows, ffn: SMALL, h, a, end: None });
+    let launch =
+        || backend.run(GluForward { activation, inputs, rows, ffn: SMALL, h, a, end: None, amax: None });
     let mut host = [0.0; SMALL];
     let (mut enqueue, mut round_trip) = (f64::INFINITY, f64::INFINITY);
     launch()?;

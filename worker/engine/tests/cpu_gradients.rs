@@ -752,6 +752,7 @@ fn overlapping_output_panics() {
         h: x.slice(0..60),
         a: x.slice(40..70),
         end: None,
+        amax: None,
     });
 }
 
@@ -777,5 +778,6 @@ fn slice_of_wrong_length_panics() {
         h: x.all(),
         a: y.all(),
         end: None,
+        amax: None,
     });
 }

@@ -167,12 +167,22 @@ impl Sweep<'_> {
                 self.report(&format!("{name} {direction}"), "width", ffn, Work::bytes(bytes), call);
             };
             report("forward", 3 * len * ACT, &|| {
-                b.run(GluForward { activation, inputs, rows, ffn, h: h.all(), a: a.all(), end: None })
-                    .unwrap();
+                b.run(GluForward {
+                    activation,
+                    inputs,
+                    rows,
+                    ffn,
+                    h: h.all(),
+                    a: a.all(),
+                    end: None,
+                    amax: None,
+                })
+                .unwrap();
             });
             report("backward", 5 * len * ACT, &|| {
                 let (h, da, dh) = (h.all(), da.all(), dh.all());
-                b.run(GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None }).unwrap();
+                b.run(GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None, amax: None })
+                    .unwrap();
             });
         }
     }
@@ -228,11 +238,14 @@ impl Sweep<'_> {
         let w8 = b.alloc(DType::Fp8E4m3, cols * cols).unwrap();
         let [x_scale, w_scale] = [0, 1].map(|_| b.alloc(DType::F32, 1).unwrap());
         let y = b.alloc(DType::Bf16, rows * cols).unwrap();
+        let [x_amax, w_amax] = [0, 1].map(|_| b.alloc(DType::F32, 1).unwrap());
+        let found = Amax { rows, cols, x: x.all(), end: None, amax: x_amax.all() };
         let args = QuantizeFp8 {
             rows,
             cols,
             dtype: DType::Fp8E4m3,
             x: x.all(),
+            amax: x_amax.all(),
             q: Some(q.all()),
             transposed: Some(transposed.all()),
             scale: x_scale.all(),
@@ -240,10 +253,20 @@ impl Sweep<'_> {
         };
         // The input is read for the maximum and again for rounding; two outputs are written.
         self.report("FP8 rounding", "width", cols, Work::bytes(rows * cols * (2 * ACT + 2)), &|| {
+            b.run(found).unwrap();
             b.run(args).unwrap();
         });
-        let weights = QuantizeFp8 { rows: cols, x: w.all(), q: Some(w8.all()), scale: w_scale.all(), ..args };
-        b.run(QuantizeFp8 { transposed: None, ..weights }).unwrap();
+        b.run(Amax { rows: cols, x: w.all(), amax: w_amax.all(), ..found }).unwrap();
+        let weights = QuantizeFp8 {
+            rows: cols,
+            x: w.all(),
+            amax: w_amax.all(),
+            q: Some(w8.all()),
+            transposed: None,
+            scale: w_scale.all(),
+            ..args
+        };
+        b.run(weights).unwrap();
         let [a, b8] =
             [(&q, &x_scale), (&w8, &w_scale)].map(|(q, scale)| Fp8Operand { q: q.all(), scale: scale.all() });
         let (y, acc) = (y.all(), Accumulate::Overwrite);

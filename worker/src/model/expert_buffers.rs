@@ -90,7 +90,7 @@ impl ExpertBuffers {
         }
         let (activation, inputs) = (model.activation_function(), model.glu_inputs());
         let ffn = shapes.out.inputs;
-        backend.run(GluForward { activation, inputs, rows: choices, ffn, h, a, end: None })?;
+        backend.run(GluForward { activation, inputs, rows: choices, ffn, h, a, end: None, amax: None })?;
         let w = model.param(&params.out.weight);
         backend.run(GroupedForward { shape: shapes.out, offsets, x: a, w, y: expert_rows })?;
         if let Some([_, bias]) = &params.expert_biases {

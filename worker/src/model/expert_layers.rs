@@ -11,7 +11,7 @@ use xlaunch_engine::{
 };
 
 use super::Model;
-use super::linear::Use;
+use super::fp8::{Measured, Use};
 use super::pass::Pass;
 
 /// A layer of this rank's experts, and the rows that it multiplies.
@@ -27,18 +27,18 @@ pub(super) struct ExpertLayer<'a> {
 
 impl Model {
     /// Computes the output of a layer.
-    pub(super) fn expert_layer(&self, layer: ExpertLayer<'_>, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn expert_layer(&self, layer: ExpertLayer<'_>, x: &Measured) -> Result<Tensor> {
         let ExpertLayer { shape, weight, offsets, end } = layer;
         let GroupedShape { rows, experts, inputs, outputs } = shape;
         let y = self.activation(rows * outputs)?;
         if self.in_fp8(rows) {
-            let x = self.rounded([rows, inputs], x.all(), Use::Rows, DType::Fp8E4m3, end)?;
+            let x = self.rounded([rows, inputs], x.slices(), Use::Rows, DType::Fp8E4m3, end)?;
             let w = self.rounded_weights(weight, [experts * outputs, inputs], Use::Rows)?;
             let (a, b) = (x.part(Use::Rows), w.part(Use::Rows));
             self.fp8_product(layer, GroupedProduct::Forward, [a, b], y.all(), Accumulate::Overwrite)?;
         } else {
             let w = self.param(weight);
-            self.backend.run(GroupedForward { shape, offsets, x: x.all(), w, y: y.all() })?;
+            self.backend.run(GroupedForward { shape, offsets, x: x.tensor.all(), w, y: y.all() })?;
         }
         Ok(y)
     }
@@ -48,7 +48,7 @@ impl Model {
         &self,
         pass: Pass<'_>,
         layer: ExpertLayer<'_>,
-        [dy, x]: [&Tensor; 2],
+        [dy, x]: [&Measured; 2],
         dx: Slice<'_>,
     ) -> Result<()> {
         let ExpertLayer { shape, weight, offsets, end } = layer;
@@ -56,16 +56,16 @@ impl Model {
         let (dw, acc) = (pass.gradient(weight), pass.acc);
         if !self.in_fp8(rows) {
             if let Some(dw) = dw {
-                let (dy, x) = (dy.all(), x.all());
+                let (dy, x) = (dy.tensor.all(), x.tensor.all());
                 self.backend.run(GroupedBackwardWeight { shape, offsets, dy, x, dw, acc })?;
             }
             let w = self.param(weight);
-            return self.backend.run(GroupedBackwardInput { shape, offsets, dy: dy.all(), w, dx });
+            return self.backend.run(GroupedBackwardInput { shape, offsets, dy: dy.tensor.all(), w, dx });
         }
         let used = if dw.is_some() { Use::Both } else { Use::Rows };
-        let dy = self.rounded([rows, outputs], dy.all(), used, DType::Fp8E5m2, end)?;
+        let dy = self.rounded([rows, outputs], dy.slices(), used, DType::Fp8E5m2, end)?;
         if let Some(dw) = dw {
-            let x = self.rounded([rows, inputs], x.all(), Use::Columns, DType::Fp8E4m3, end)?;
+            let x = self.rounded([rows, inputs], x.slices(), Use::Columns, DType::Fp8E4m3, end)?;
             let (a, b) = (dy.part(Use::Columns), x.part(Use::Columns));
             self.fp8_product(layer, GroupedProduct::Weight, [a, b], dw, acc)?;
         }

@@ -17,16 +17,17 @@
 //! ```
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use xlaunch_comm::{Among, Operation};
 use xlaunch_engine::{
-    AddScaled, CombineRows, DType, EngineError, ExpertBiasForward, GatherRows, GluForward, GroupedShape,
-    LinearShape, Result, RouteForward, RouteShape, Router, RouterLogits, RowsShape, Slice, SortByExpert,
-    Tensor,
+    AddScaled, CombineRows, DType, EngineError, ExpertBiasForward, GatherRows, GroupedShape, LinearShape,
+    Result, RouteForward, RouteShape, Router, RouterLogits, RowsShape, Slice, SortByExpert, Tensor,
 };
 use xlaunch_spec::model::{self, ModelShape};
 
 use super::expert_layers::ExpertLayer;
+use super::fp8::Measured;
 use super::layout::{Block, Linear};
 use super::pass::{OnProgress, Progress};
 use super::{Model, narrow};
@@ -61,9 +62,9 @@ pub(super) struct Choices {
 pub(super) struct Experts {
     pub(super) choices: Choices,
     /// Inputs of the first layer.
-    pub(super) rows: Tensor,
+    pub(super) rows: Measured,
     pub(super) h: Tensor,
-    pub(super) a: Tensor,
+    pub(super) a: Measured,
     /// Outputs of the second layer.
     pub(super) y: Tensor,
 }
@@ -175,7 +176,7 @@ impl Model {
         if let Some([bias, _]) = &params.expert_biases {
             self.add_expert_bias(fc.shape, fc.offsets, bias, h.all())?;
         }
-        let a = self.gated(shapes, &choices, &h)?;
+        let a = self.gated(shapes.choices(), &h, shapes.out.inputs, choices.end(shapes))?;
         let y = self.expert_layer(out, &a)?;
         if let Some([_, bias]) = &params.expert_biases {
             self.add_expert_bias(out.shape, out.offsets, bias, y.all())?;
@@ -193,7 +194,10 @@ impl Model {
         let CostlyExperts { choices, h, y } = kept;
         let (shapes, of_group) = (self.expert_shapes(x), self.of_group([x], progress)?);
         let x = of_group.as_ref().map_or(x, |[of_group]| of_group);
-        let (rows, a) = (self.gathered(shapes, &choices, x)?, self.gated(shapes, &choices, &h)?);
+        let (rows, a) = (
+            self.gathered(shapes, &choices, x)?,
+            self.gated(shapes.choices(), &h, shapes.out.inputs, choices.end(shapes))?,
+        );
         Ok(Experts { choices, rows, h, a, y })
     }
 
@@ -313,11 +317,14 @@ impl Model {
         Ok([offsets, choice_of, row_of])
     }
 
-    fn gathered(&self, shapes: ExpertShapes, choices: &Choices, x: &Tensor) -> Result<Tensor> {
-        let rows = self.activation(shapes.choices() * shapes.rows.cols)?;
+    fn gathered(&self, shapes: ExpertShapes, choices: &Choices, x: &Tensor) -> Result<Measured> {
         let (shape, choice_of, end) = (shapes.rows, choices.choice_of.all(), choices.end(shapes));
+        let rows = self.activation(shapes.choices() * shape.cols)?;
         self.backend.run(GatherRows { shape, choice_of, x: x.all(), rows: rows.all(), end })?;
-        Ok(rows)
+        // The rows are copies of the tokens, of which there are fewer.
+        let in_fp8 = self.in_fp8(shapes.choices());
+        let amax = in_fp8.then(|| self.measure([shape.tokens, shape.cols], x.all(), None)).transpose()?;
+        Ok(Measured { tensor: Rc::new(rows), amax })
     }
 
     /// Adds the biases of all experts to the outputs of one of their layers.
@@ -329,12 +336,5 @@ impl Model {
         y: Slice<'_>,
     ) -> Result<()> {
         self.backend.run(ExpertBiasForward { cols: layer.outputs, offsets, bias: self.param(bias), y })
-    }
-
-    fn gated(&self, shapes: ExpertShapes, choices: &Choices, h: &Tensor) -> Result<Tensor> {
-        let (activation, rows, ffn) = (self.activation_function(), shapes.choices(), shapes.out.inputs);
-        let (a, end, inputs) = (self.activation(rows * ffn)?, choices.end(shapes), self.glu_inputs());
-        self.backend.run(GluForward { activation, inputs, rows, ffn, h: h.all(), a: a.all(), end })?;
-        Ok(a)
     }
 }

@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use xlaunch_engine::{
     AddScaled, BalanceLoss, ColumnSum, CombineRowsBackward, DType, EngineError, ExpertBiasBackward,
-    GatherRowsBackward, GluBackward, LinearBackwardInput, LinearBackwardWeight, Result, RouteBackward,
-    Tensor,
+    GatherRowsBackward, LinearBackwardInput, LinearBackwardWeight, Result, RouteBackward, Tensor,
 };
 
 use super::Model;
 use super::expert_layers::ExpertLayer;
 use super::experts::{Choices, Experts};
+use super::fp8::Measured;
 use super::pass::{OnProgress, Pass};
 use super::routing::Factors;
 
@@ -30,7 +30,7 @@ impl Model {
         let ([fc, out], end, row_of) =
             (choices.layers(shapes, params), choices.end(shapes), choices.row_of.all());
         let of_group = self.of_group([dbranch], progress)?;
-        let drows = self.activation(y.len())?;
+        let drows: Measured = self.activation(y.len())?.into();
         let dweights = backend.alloc(DType::F32, shapes.choices())?;
         backend.run(CombineRowsBackward {
             shape: shapes.rows,
@@ -38,7 +38,7 @@ impl Model {
             weights: choices.weights.all(),
             rows: y.all(),
             dout: of_group.as_ref().map_or(dbranch, |[of_group]| of_group).all(),
-            drows: drows.all(),
+            drows: drows.tensor.all(),
             dweights: dweights.all(),
             end,
         })?;
@@ -46,36 +46,25 @@ impl Model {
         let dweights = self.own_sums(dweights, progress)?;
         let dx = self.router_backward(pass, index, choices, x, &dweights)?;
         let biases = params.expert_biases.as_ref();
-        let bias_gradient = |layer: ExpertLayer<'_>, dy: &Tensor, bias: &Range<usize>| {
+        let bias_gradient = |layer: ExpertLayer<'_>, dy: &Measured, bias: &Range<usize>| {
             let Some(dbias) = pass.gradient(bias) else { return Ok(()) };
             let (cols, offsets) = (layer.shape.outputs, layer.offsets);
-            backend.run(ExpertBiasBackward { cols, offsets, dy: dy.all(), dbias, acc: pass.acc })
+            backend.run(ExpertBiasBackward { cols, offsets, dy: dy.tensor.all(), dbias, acc: pass.acc })
         };
         if let Some([_, bias]) = biases {
             bias_gradient(out, &drows, bias)?;
         }
-        let dh = self.activation(h.len())?;
-        {
-            let da = self.activation(a.len())?;
+        let dh = {
+            let da = self.activation(a.tensor.len())?;
             self.expert_layer_backward(pass, out, [&drows, a], da.all())?;
-            let (activation, rows, ffn) = (self.activation_function(), shapes.choices(), shapes.out.inputs);
-            backend.run(GluBackward {
-                activation,
-                inputs: self.glu_inputs(),
-                rows,
-                ffn,
-                h: h.all(),
-                da: da.all(),
-                dh: dh.all(),
-                end,
-            })?;
-        }
+            self.gated_gradient(shapes.choices(), [h, &da], end)?
+        };
         if let Some([bias, _]) = biases {
             bias_gradient(fc, &dh, bias)?;
         }
         // The gradient of the outputs is not needed any more, and has the size of that of the rows.
-        self.expert_layer_backward(pass, fc, [&dh, rows], drows.all())?;
-        let (shape, drows) = (shapes.rows, drows.all());
+        self.expert_layer_backward(pass, fc, [&dh, rows], drows.tensor.all())?;
+        let (shape, drows) = (shapes.rows, drows.tensor.all());
         if self.layout.expert_groups.size == 1 {
             backend.run(GatherRowsBackward { shape, row_of, drows, dx: dx.all(), add: true, end })?;
             return Ok(dx);

@@ -5,8 +5,9 @@ use std::rc::Rc;
 use xlaunch_engine::{LinearShape, Result, Tensor};
 
 use super::Model;
+use super::fp8::Use;
 use super::layout::{Block, Linear, Shared};
-use super::linear::{Operand, Use};
+use super::linear::Operand;
 use super::pass::Pass;
 
 /// Two layers with an activation function between them.
@@ -55,8 +56,8 @@ impl Model {
     pub(super) fn dense(&self, rows: usize, x: Rc<Tensor>, layers: Layers<'_>) -> Result<Dense> {
         let fc = self.input(rows, x, Use::Both)?;
         let shape = LinearShape { rows, inputs: self.shape.dim, outputs: layers.outputs };
-        let [h, a] = self.linear_activation(shape, &fc, layers.fc, layers.width)?;
-        let out = self.input(rows, Rc::new(a), Use::Both)?;
+        let (h, a) = self.linear_activation(shape, &fc, layers.fc, layers.width)?;
+        let out = self.input(rows, a, Use::Both)?;
         Ok(Dense { fc: fc.kept(), h, out })
     }
 
@@ -68,9 +69,9 @@ impl Model {
         h: Tensor,
         width: usize,
     ) -> Result<Dense> {
-        let out = Rc::new(self.activated(rows, &h, width)?);
-        let input = |x| self.input(rows, x, Use::Columns);
-        Ok(Dense { fc: input(x)?, h, out: input(out)? })
+        let out = self.activated(rows, &h, width)?;
+        let [fc, out] = [x.into(), out].map(|x| self.input(rows, x, Use::Columns));
+        Ok(Dense { fc: fc?, h, out: out? })
     }
 
     /// Computes the output of the second layer.
@@ -91,7 +92,7 @@ impl Model {
         let dout = self.output_gradient(n, dy)?;
         let out = pass.layer(layers.out, [layers.width, dim], out, &dout);
         let dh = self.activation_gradient(out, h, pass.bias(layers.fc))?;
-        let dh = self.output_gradient(n, Rc::new(dh))?;
+        let dh = self.output_gradient(n, dh)?;
         let fc = pass.layer(layers.fc, [dim, layers.outputs], fc, &dh);
         self.weight_gradients([out, fc])?;
         self.input_gradient(fc)

@@ -9,8 +9,8 @@ use xlaunch_engine::{
 use xlaunch_spec::model::Parallel;
 
 use super::experts::Run;
+use super::fp8::Use;
 use super::layout;
-use super::linear::Use;
 use super::pass::{OnProgress, Progress};
 use super::saved_activations::{Block, Heads, Inputs, Mlp, Normed, SavedActivations, Unnormed};
 use super::{Model, Rows, attention_shape, narrow};

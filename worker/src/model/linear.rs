@@ -15,18 +15,18 @@
 //! rounded for the layer, and adapters read them unrounded. Backward keeps unrounded inputs.
 
 use std::cell::OnceCell;
-use std::ops::Range;
 use std::rc::Rc;
 
 use xlaunch_engine::{
     Accumulate, Activation, ActivationBackward, ActivationForward, ActivationLinearBackward, ColumnSum,
-    DType, FP8_MULTIPLE, Fp8Operand, Gemm, GemmFp8, GluBackward, GluForward, GluLinearBackward,
-    LinearActivationForward, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGluForward,
-    LinearShape, Matrix, QuantizeFp8, Result, Slice, Tensor,
+    DType, Gemm, GemmFp8, GluBackward, GluForward, GluLinearBackward, LinearActivationForward,
+    LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGluForward, LinearShape, Matrix, Result,
+    Slice, Tensor,
 };
 use xlaunch_spec::model;
 
 use super::Model;
+use super::fp8::{Fp8Tensor, Measured, Use};
 use super::gradient_arena::GradientArena;
 use super::layout::Linear;
 
@@ -47,23 +47,6 @@ pub(super) struct Unrounded {
     tensor: Rc<Tensor>,
     /// The adapter's projection of a layer's input, set by forward and read by backward.
     z: OnceCell<Tensor>,
-}
-
-/// A tensor in FP8, in its original form and transposed. Either may be missing.
-#[derive(Debug)]
-pub(super) struct Fp8Tensor {
-    rows: Option<Tensor>,
-    columns: Option<Tensor>,
-    /// F32 `[1]`.
-    scale: Tensor,
-}
-
-/// The forms of a tensor that will be multiplied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Use {
-    Rows,
-    Columns,
-    Both,
 }
 
 /// Inputs of a layer's backward, and the destination of its weights' gradient.
@@ -99,7 +82,7 @@ impl Operand {
     pub(super) fn kept(self) -> Self {
         match self {
             Self::Plain(x) | Self::Both(x, _) => Self::Plain(x),
-            Self::Fp8(tensor) => Self::Fp8(Fp8Tensor { rows: None, ..tensor }),
+            Self::Fp8(tensor) => Self::Fp8(tensor.kept()),
         }
     }
 }
@@ -113,76 +96,30 @@ impl<'a> LayerBackward<'a> {
     }
 }
 
-impl Fp8Tensor {
-    /// Returns the operand for a use. Panics if the tensor was not rounded for this use, which is a programming error.
-    #[expect(clippy::expect_used, reason = "the code that rounds a tensor knows how it will be used")]
-    pub(super) fn part(&self, used: Use) -> Fp8Operand<'_> {
-        let part = if used == Use::Columns { &self.columns } else { &self.rows };
-        Fp8Operand { q: part.as_ref().expect("this part was rounded").all(), scale: self.scale.all() }
-    }
-}
-
 impl Model {
     /// Prepares a layer's input `[N, I]`.
-    pub(super) fn input(&self, rows: usize, x: Rc<Tensor>, used: Use) -> Result<Operand> {
-        self.operand(rows, x, used, DType::Fp8E4m3)
+    pub(super) fn input(&self, rows: usize, x: impl Into<Measured>, used: Use) -> Result<Operand> {
+        self.operand(rows, x.into(), used, DType::Fp8E4m3)
     }
 
     /// Prepares the gradient of a layer's output `[N, O]`.
-    pub(super) fn output_gradient(&self, rows: usize, dy: Rc<Tensor>) -> Result<Operand> {
-        self.operand(rows, dy, Use::Both, DType::Fp8E5m2)
+    pub(super) fn output_gradient(&self, rows: usize, dy: impl Into<Measured>) -> Result<Operand> {
+        self.operand(rows, dy.into(), Use::Both, DType::Fp8E5m2)
     }
 
-    fn operand(&self, rows: usize, x: Rc<Tensor>, used: Use, format: DType) -> Result<Operand> {
+    fn operand(&self, rows: usize, x: Measured, used: Use, format: DType) -> Result<Operand> {
         let in_fp8 = self.in_fp8(rows);
-        let rounded = |used| self.rounded([rows, x.len() / rows], x.all(), used, format, None);
+        let rounded = |used| self.rounded([rows, x.tensor.len() / rows], x.slices(), used, format, None);
         if in_fp8 && self.adapters.is_none() {
             return rounded(used).map(Operand::Fp8);
         }
         // Columns alone would be for the gradient of frozen weights.
         let rounded = (in_fp8 && used != Use::Columns).then(|| rounded(Use::Rows)).transpose()?;
-        let x = Unrounded { tensor: x, z: OnceCell::new() };
+        let x = Unrounded { tensor: x.tensor, z: OnceCell::new() };
         Ok(match rounded {
             Some(rounded) => Operand::Both(x, rounded),
             None => Operand::Plain(x),
         })
-    }
-
-    /// Returns whether layers multiply this number of rows in FP8. Micro-steps and evaluations of a job have a number
-    /// that allows it; samples may not.
-    pub(super) fn in_fp8(&self, rows: usize) -> bool {
-        self.fp8 && rows.is_multiple_of(FP8_MULTIPLE)
-    }
-
-    /// Rounds a tensor of these sizes, of whose rows only `end` exist if there is one.
-    pub(super) fn rounded(
-        &self,
-        [rows, cols]: [usize; 2],
-        x: Slice<'_>,
-        used: Use,
-        dtype: DType,
-        end: Option<Slice<'_>>,
-    ) -> Result<Fp8Tensor> {
-        let part = |other| (used != other).then(|| self.backend.alloc(dtype, x.len())).transpose();
-        let rounded = Fp8Tensor {
-            rows: part(Use::Columns)?,
-            columns: part(Use::Rows)?,
-            scale: self.backend.alloc(DType::F32, 1)?,
-        };
-        let [q, transposed] = [&rounded.rows, &rounded.columns].map(|part| part.as_ref().map(Tensor::all));
-        let scale = rounded.scale.all();
-        self.backend.run(QuantizeFp8 { rows, cols, dtype, x, q, transposed, scale, end })?;
-        Ok(rounded)
-    }
-
-    /// Rounds weights of these sizes to FP8.
-    pub(super) fn rounded_weights(
-        &self,
-        weight: &Range<usize>,
-        sizes: [usize; 2],
-        used: Use,
-    ) -> Result<Fp8Tensor> {
-        self.rounded(sizes, self.param(weight), used, DType::Fp8E4m3, None)
     }
 
     /// Computes `y = x w^T (+ bias)`, and adds the output of the adapter.
@@ -246,39 +183,64 @@ impl Model {
         x: &Operand,
         layer: &Linear,
         width: usize,
-    ) -> Result<[Tensor; 2]> {
+    ) -> Result<(Tensor, Measured)> {
         let fused = if layer.adapter.is_none() { x.plain() } else { None };
         let Some(x) = fused else {
             let h = self.linear(shape, x, layer)?;
             let a = self.activated(shape.rows, &h, width)?;
-            return Ok([h, a]);
+            return Ok((h, a));
         };
-        let (h, a) = (self.activation(shape.rows * shape.outputs)?, self.activation(shape.rows * width)?);
+        let input = self.activation(shape.rows * shape.outputs)?;
+        let output = self.activation(shape.rows * width)?;
         let (x, w, bias) =
             (x.all(), self.param(&layer.weight), layer.bias.as_ref().map(|bias| self.param(bias)));
-        let activation = self.activation_function();
-        let outputs = [h, a];
-        let [h, a] = outputs.each_ref().map(Tensor::all);
+        let (activation, h, a) = (self.activation_function(), input.all(), output.all());
         if self.shape.gated {
             let inputs = self.glu_inputs();
             self.backend.run(LinearGluForward { shape, activation, inputs, x, w, bias, h, a })?;
         } else {
             self.backend.run(LinearActivationForward { shape, activation, x, w, bias, h, a })?;
         }
-        Ok(outputs)
+        Ok((input, output.into()))
     }
 
     /// Computes the output of the activation function, which has this width, from its input.
-    pub(super) fn activated(&self, rows: usize, h: &Tensor, ffn: usize) -> Result<Tensor> {
-        let activation = self.activation_function();
-        let out = self.activation(rows * ffn)?;
-        let (h, a) = (h.all(), out.all());
+    pub(super) fn activated(&self, rows: usize, h: &Tensor, ffn: usize) -> Result<Measured> {
         if self.shape.gated {
-            let inputs = self.glu_inputs();
-            self.backend.run(GluForward { activation, inputs, rows, ffn, h, a, end: None })?;
-        } else {
-            self.backend.run(ActivationForward { activation, h, a })?;
+            return self.gated(rows, h, ffn, None);
         }
+        let a = self.activation(rows * ffn)?;
+        let activation = self.activation_function();
+        self.backend.run(ActivationForward { activation, h: h.all(), a: a.all() })?;
+        Ok(a.into())
+    }
+
+    /// Computes the output of the gated activation function, `[N, F]`, of the first `end` rows if there is one.
+    pub(super) fn gated(
+        &self,
+        rows: usize,
+        h: &Tensor,
+        ffn: usize,
+        end: Option<Slice<'_>>,
+    ) -> Result<Measured> {
+        let (activation, inputs) = (self.activation_function(), self.glu_inputs());
+        let out = self.unmeasured(rows, rows * ffn)?;
+        let (h, (a, amax)) = (h.all(), out.slices());
+        self.backend.run(GluForward { activation, inputs, rows, ffn, h, a, end, amax })?;
+        Ok(out)
+    }
+
+    /// Computes the gradient of the gated activation function's input, `[N, 2 F]`, from that of its output.
+    pub(super) fn gated_gradient(
+        &self,
+        rows: usize,
+        [h, da]: [&Tensor; 2],
+        end: Option<Slice<'_>>,
+    ) -> Result<Measured> {
+        let (activation, inputs, ffn) = (self.activation_function(), self.glu_inputs(), da.len() / rows);
+        let out = self.unmeasured(rows, h.len())?;
+        let (h, da, (dh, amax)) = (h.all(), da.all(), out.slices());
+        self.backend.run(GluBackward { activation, inputs, rows, ffn, h, da, dh, end, amax })?;
         Ok(out)
     }
 
@@ -334,37 +296,37 @@ impl Model {
         args: LayerBackward<'_>,
         h: &Tensor,
         dbias: Option<Slice<'_>>,
-    ) -> Result<Tensor> {
+    ) -> Result<Measured> {
         let LayerBackward { shape, layer, dy, acc, .. } = args;
         let (activation, rows, ffn) = (self.activation_function(), shape.rows, shape.inputs);
         let w = self.param(&layer.weight);
         let fused = if layer.adapter.is_none() { dy.plain() } else { None };
         if self.shape.gated {
-            let (dh, inputs) = (self.activation(h.len())?, self.glu_inputs());
-            if let Some(dy) = fused {
+            let gradient = if let Some(dy) = fused {
+                let (gradient, inputs) = (self.activation(h.len())?, self.glu_inputs());
                 let da = self.activation(rows * ffn)?;
-                let (dy, h, da, dh) = (dy.all(), h.all(), da.all(), dh.all());
+                let (dy, h, da, dh) = (dy.all(), h.all(), da.all(), gradient.all());
                 self.backend.run(GluLinearBackward { shape, activation, inputs, dy, w, h, da, dh })?;
+                gradient.into()
             } else {
                 let da = self.input_gradient(args)?;
-                let (h, da, dh) = (h.all(), da.all(), dh.all());
-                self.backend.run(GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None })?;
-            }
+                self.gated_gradient(rows, [h, &da], None)?
+            };
             if let Some(out) = dbias {
-                self.backend.run(ColumnSum { rows, cols: 2 * ffn, x: dh.all(), out, acc })?;
+                self.backend.run(ColumnSum { rows, cols: 2 * ffn, x: gradient.tensor.all(), out, acc })?;
             }
-            return Ok(dh);
+            return Ok(gradient);
         }
         if let Some(dy) = fused {
             let gradient = self.activation(h.len())?;
             let (dy, h, dh) = (dy.all(), h.all(), gradient.all());
             self.backend.run(ActivationLinearBackward { shape, activation, dy, w, h, dh, dbias, acc })?;
-            return Ok(gradient);
+            return Ok(gradient.into());
         }
         let gradient = self.input_gradient(args)?;
         let (h, dh) = (h.all(), gradient.all());
         self.backend.run(ActivationBackward { activation, rows, cols: ffn, h, dh, dbias, acc })?;
-        Ok(gradient)
+        Ok(gradient.into())
     }
 
     pub(super) fn activation_function(&self) -> Activation {

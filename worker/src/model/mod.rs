@@ -11,7 +11,7 @@
 //!   experts; `expert_layers`: the linear layers of these, in the activations' type or in FP8; `routing`: loads and the
 //!   losses that balance them;
 //! - `feed_forward`: layers of blocks without experts, and of shared experts; `shared_experts`: these with their gate;
-//! - `linear`: the linear layers of blocks, in the activations' type or in FP8;
+//! - `linear`: the linear layers of blocks, in the activations' type or in FP8; `fp8`: the rounding of their operands;
 //! - `saved_activations`: activations of a block that forward keeps for backward, and their recomputation;
 //! - `head`: logits, loss and their gradients;
 //! - [`decode`]: forward for generation: new tokens over cached ones;
@@ -27,6 +27,7 @@ mod experts;
 mod experts_backward;
 mod feed_forward;
 mod forward;
+mod fp8;
 mod gradient_arena;
 mod head;
 pub mod init;

@@ -11,7 +11,8 @@ use xlaunch_spec::model::Parallel;
 
 use super::experts::{CostlyExperts, Experts, Run};
 use super::feed_forward::Dense;
-use super::linear::{Operand, Use};
+use super::fp8::Use;
+use super::linear::Operand;
 use super::pass::OnProgress;
 use super::shared_experts::{CostlyShared, SharedExperts};
 use super::{Model, Rows};

@@ -52,7 +52,7 @@ pub use experts::{
     GroupedProduct, GroupedShape, MAX_CHOSEN, MAX_EXPERTS, RouteBackward, RouteForward, RouteShape, Router,
     RouterLogits, RowsShape, SortByExpert, UpdateRouterBias,
 };
-pub use fp8::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
+pub use fp8::{Amax, FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
 pub use gemm::{Gemm, Matrix};
 pub use gemv::{GEMV_ROWS, Gemv};
 pub use glu::{GluBackward, GluForward, GluInputs, GluLinearBackward, LinearGluForward};

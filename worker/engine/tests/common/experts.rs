@@ -293,20 +293,26 @@ impl Ops<'_> {
             ("dbias of some experts", self.some_biases(outputs, offsets, &drows)),
         ];
         if outputs % 2 == 0 {
-            let (activation, rows_of_all, ffn) = (Activation::Silu, choices, outputs / 2);
-            let (a, dh) = (self.out(choices * ffn), self.out(choices * outputs));
-            let plain = GluInputs::PLAIN;
-            let (h, a_slice) = (y.all(), a.all());
-            b.run(GluForward { activation, inputs: plain, rows: rows_of_all, ffn, h, a: a_slice, end })
-                .unwrap();
-            let (da, dh_slice) = (a.all(), dh.all());
-            let backward =
-                GluBackward { activation, inputs: plain, rows: rows_of_all, ffn, h, da, dh: dh_slice, end };
-            b.run(backward).unwrap();
+            let ffn = outputs / 2;
+            let [a, dh, amax] = self.some_gated([choices, ffn], y.all(), end);
+            found.push(("largest magnitude of some experts", self.read(&amax)));
             found.push(("dw of the second layer of some experts", weight_gradient(ffn, &drows, &a)));
             found.push(("dw of the first layer of some experts", weight_gradient(cols, &dh, &rows)));
         }
         found
+    }
+
+    /// Returns the outputs of a gated activation for the rows that exist, the gradients of its input if those of its
+    /// output are the same, and the outputs' largest magnitude.
+    fn some_gated(&self, [rows, ffn]: [usize; 2], h: Slice<'_>, end: Option<Slice<'_>>) -> [Tensor; 3] {
+        let (activation, inputs) = (Activation::Silu, GluInputs::PLAIN);
+        let outputs = [self.out(rows * ffn), self.out(2 * rows * ffn), self.out_f32(1)];
+        let [a, dh, amax] = outputs.each_ref().map(Tensor::all);
+        let forward = GluForward { activation, inputs, rows, ffn, h, a, end, amax: Some(amax) };
+        self.backend.run(forward).unwrap();
+        let backward = GluBackward { activation, inputs, rows, ffn, h, da: a, dh, end, amax: None };
+        self.backend.run(backward).unwrap();
+        outputs
     }
 
     /// Returns the gradients of the biases of experts that have some of the rows; the others are NaN.

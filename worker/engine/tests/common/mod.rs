@@ -360,11 +360,21 @@ impl Ops<'_> {
         values: &[f32],
         end: Option<Slice<'_>>,
     ) -> Quantized {
-        let (x, scale) = (self.act(values), self.out_f32(1));
+        let (x, scale, amax) = (self.act(values), self.out_f32(1), self.out_f32(1));
         let [q, transposed] = [0, 1].map(|_| self.backend.alloc(dtype, x.len()).unwrap());
         let [one, other] = [Some(q.all()), Some(transposed.all())];
-        let args =
-            QuantizeFp8 { rows, cols, dtype, x: x.all(), q: one, transposed: other, scale: scale.all(), end };
+        self.backend.run(Amax { rows, cols, x: x.all(), end, amax: amax.all() }).unwrap();
+        let args = QuantizeFp8 {
+            rows,
+            cols,
+            dtype,
+            x: x.all(),
+            amax: amax.all(),
+            q: one,
+            transposed: other,
+            scale: scale.all(),
+            end,
+        };
         // Each output separately.
         for (q, transposed) in [(one, None), (None, other)] {
             [&q, &transposed].into_iter().flatten().for_each(|out| self.backend.zero(*out).unwrap());
@@ -531,10 +541,19 @@ impl Ops<'_> {
     ) -> Outputs {
         let (h, da, a, dh) = (self.act(h), self.act(da), self.out(da.len()), self.out(h.len()));
         let (h, da, end) = (h.all(), da.all(), None);
-        self.backend.run(GluForward { activation, inputs, rows, ffn, h, a: a.all(), end }).unwrap();
-        let backward = GluBackward { activation, inputs, rows, ffn, h, da, dh: dh.all(), end };
+        let amax = [(); 2].map(|()| self.out_f32(1));
+        let [of_a, of_dh] = amax.each_ref().map(|amax| Some(amax.all()));
+        let forward = GluForward { activation, inputs, rows, ffn, h, a: a.all(), end, amax: of_a };
+        self.backend.run(forward).unwrap();
+        let backward = GluBackward { activation, inputs, rows, ffn, h, da, dh: dh.all(), end, amax: of_dh };
         self.backend.run(backward).unwrap();
-        vec![("a", self.read(&a)), ("dh", self.read(&dh))]
+        let mut outputs = vec![("a", self.read(&a)), ("dh", self.read(&dh))];
+        for ((_, x), amax) in outputs.clone().iter().zip(&amax) {
+            let largest = x.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+            assert_eq!(self.read(amax), [largest], "largest magnitude");
+        }
+        outputs.extend(amax.map(|amax| ("amax", self.read(&amax))));
+        outputs
     }
 
     /// A linear layer followed by a gated activation, and the gradient of the activation's input from that of the

@@ -194,9 +194,20 @@ fn swiglu(b: &Backend, rows: usize) -> Vec<f32> {
     let a = Ends::empty(b, rows, ffn);
     let dh = Ends::empty(b, rows, 2 * ffn);
     let (activation, inputs) = (Activation::Silu, GluInputs::PLAIN);
-    b.run(GluForward { activation, inputs, rows, ffn, h: h.all(), a: a.all(), end: None }).unwrap();
-    b.run(GluBackward { activation, inputs, rows, ffn, h: h.all(), da: da.all(), dh: dh.all(), end: None })
+    b.run(GluForward { activation, inputs, rows, ffn, h: h.all(), a: a.all(), end: None, amax: None })
         .unwrap();
+    b.run(GluBackward {
+        activation,
+        inputs,
+        rows,
+        ffn,
+        h: h.all(),
+        da: da.all(),
+        dh: dh.all(),
+        end: None,
+        amax: None,
+    })
+    .unwrap();
     [a.read(), dh.read()].concat()
 }
 

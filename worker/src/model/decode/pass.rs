@@ -184,8 +184,8 @@ impl Decoder<'_> {
         if sizes.gated {
             self.linear(b, rows, x, fc, (sizes.dim, outputs), &b.h)?;
             let h = b.h.slice(0..rows * outputs);
-            let inputs = model.glu_inputs();
-            return model.backend.run(GluForward { activation, inputs, rows, ffn, h, a, end: None });
+            let (inputs, end, amax) = (model.glu_inputs(), None, None);
+            return model.backend.run(GluForward { activation, inputs, rows, ffn, h, a, end, amax });
         }
         if fc.adapter.is_some() {
             self.linear(b, rows, x, fc, (sizes.dim, ffn), &b.h)?;

@@ -220,6 +220,31 @@ __device__ inline float block_max(float x) {
     return warp_max(lane < warps ? partial[lane] : __int_as_float(0xff800000));
 }
 
+// The bits of a positive float or NaN compare like unsigned numbers, with NaN as the largest.
+__device__ inline u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// Returns the larger of `largest` and the magnitudes of e.
+__device__ inline u32 largest_magnitude(u32 largest, const Vec8& e) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) largest = max(largest, magnitude(e.x[j]));
+    return largest;
+}
+
+// *amax = max(*amax, the largest magnitude of all threads of a block of at most 1024, rounded to ACT): as rounding
+// keeps the order, that is the largest magnitude of the rounded numbers.
+__device__ inline void raise_amax(float* amax, u32 largest) {
+    __shared__ u32 partial[1024 / WARP];
+    int warps = (blockDim.x + WARP - 1) / WARP;
+    for (int lane = WARP / 2; lane > 0; lane /= 2) largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, lane));
+    if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = largest;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int warp = 1; warp < warps; warp++) largest = max(largest, partial[warp]);
+    ACT rounded;
+    store(&rounded, 0, __uint_as_float(largest));
+    atomicMax((u32*)amax, magnitude(load(&rounded, 0)));
+}
+
 // Exclusive prefix sum over a block of WARPS warps, plus `before`; afterwards the block's total is added to `before`.
 template <int WARPS>
 __device__ inline int block_prefix_sum(int mine, int& before) {

@@ -3,27 +3,40 @@
 use rayon::prelude::*;
 
 use super::format::{Format, SMALLEST_MAX};
-use super::{Fp8Operand, GemmFp8, QuantizeFp8};
+use super::{Amax, Fp8Operand, GemmFp8, QuantizeFp8};
 use crate::cpu::gemm::{Mat, blocked_gemm};
 use crate::cpu::{Access, Threads};
-use crate::ops::experts::index;
+use crate::ops::experts::rows::rows_end;
 use crate::ops::{Accumulate, linear};
+use crate::tensor::Slice;
+
+pub(crate) fn amax(t: &Threads, args: Amax<'_>) {
+    let Amax { rows, cols, x, end, amax } = args;
+    let access = Access::new("amax");
+    let exist = rows_end(&access, end, rows) * cols;
+    write_amax(t, &access, amax, &access.read(x, rows * cols)[..exist]);
+}
+
+/// Writes the output of an [`Amax`].
+pub(crate) fn write_amax(t: &Threads, access: &Access, amax: Slice<'_>, x: &[f32]) {
+    // The bits of NaN compare greater than those of every number.
+    let max = t.run(|| x.par_iter().map(|x| x.abs().to_bits()).max());
+    access.write(amax, 1)[0] = max.map_or(0.0, f32::from_bits);
+}
 
 pub(crate) fn quantize(t: &Threads, args: QuantizeFp8<'_>) {
     let QuantizeFp8 { rows, cols, dtype, end, .. } = args;
     let access = Access::new("quantize_fp8");
     let format = Format::of(dtype);
     let x = access.read(args.x, rows * cols);
-    let exist = end.map_or(rows, |end| index(access.read_i32(end, 1)[0]).min(rows)) * cols;
+    let exist = rows_end(&access, end, rows) * cols;
     let [q, transposed] = [args.q, args.transposed].map(|out| {
         out.map(|out| {
             assert!(out.dtype() == dtype && out.len() == x.len(), "quantize_fp8: {out:?}");
             access.write_bytes(out)
         })
     });
-    // The bits of NaN compare greater than those of every number.
-    let max = t.run(|| x[..exist].par_iter().map(|x| x.abs().to_bits()).max());
-    let max = max.map_or(0.0, f32::from_bits);
+    let max = access.read(args.amax, 1)[0];
     let max = if max < SMALLEST_MAX { SMALLEST_MAX } else { max };
     access.write(args.scale, 1)[0] = max / format.largest;
     let inverse = format.largest / max;

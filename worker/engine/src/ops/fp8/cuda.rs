@@ -3,11 +3,12 @@
 use xlaunch_pool::DType;
 
 use super::format::{SMALLEST_MAX, is_fp8};
-use super::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
+use super::{Amax, FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
 use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
 use crate::cuda::{Gpu, KernelFile, Launch, Macro, VEC, args, expect, source};
 use crate::error::Result;
 use crate::ops::Accumulate;
+use crate::tensor::Slice;
 
 /// Edge of the tiles that blocks round, and the number of threads per block.
 const FP8_TILE: usize = 128;
@@ -15,7 +16,7 @@ const FP8_THREADS: usize = (FP8_TILE / VEC) * (FP8_TILE / VEC);
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("fp8/kernel.cu"),
-    kernels: &["fp8_max", "fp8_quantize_e4m3", "fp8_quantize_e5m2"],
+    kernels: &["fp8_amax", "fp8_quantize_e4m3", "fp8_quantize_e5m2"],
     macros: &[
         Macro::int("FP8_TILE", FP8_TILE),
         Macro::int("FP8_THREADS", FP8_THREADS),
@@ -24,26 +25,37 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
     dynamic_shared: &[],
 };
 
+pub(crate) fn amax(gpu: &Gpu, args: Amax<'_>) -> Result<()> {
+    let Amax { rows, cols, x, end, amax } = args;
+    expect_multiples([cols]);
+    gpu.expect_act(x, rows * cols);
+    end.into_iter().for_each(|end| expect(end, DType::I32, 1));
+    zero_amax(gpu, amax)?;
+    // SAFETY: checked above.
+    unsafe { gpu.launch("fp8_amax", gpu.grid_for(x.len().div_ceil(VEC)), args![x, amax, end, rows, cols]) }
+}
+
+/// Checks the output of an [`Amax`] and sets it to 0, before a kernel raises it.
+pub(crate) fn zero_amax(gpu: &Gpu, amax: Slice<'_>) -> Result<()> {
+    expect(amax, DType::F32, 1);
+    gpu.zero(amax)
+}
+
 pub(crate) fn quantize(gpu: &Gpu, args: QuantizeFp8<'_>) -> Result<()> {
-    let QuantizeFp8 { rows, cols, dtype, x, q, transposed, scale, end } = args;
+    let QuantizeFp8 { rows, cols, dtype, x, amax, q, transposed, scale, end } = args;
     expect_multiples([rows, cols]);
     assert!(is_fp8(dtype), "{} is not FP8", dtype.name());
     gpu.expect_act(x, rows * cols);
     [q, transposed].into_iter().flatten().for_each(|out| expect(out, dtype, rows * cols));
     expect(scale, DType::F32, 1);
+    expect(amax, DType::F32, 1);
     if let Some(end) = end {
         expect(end, DType::I32, 1);
     }
-    let max = gpu.alloc(DType::I32, 1)?;
-    gpu.zero(max.all())?;
-    // SAFETY: checked above.
-    unsafe {
-        gpu.launch("fp8_max", gpu.grid_for(x.len().div_ceil(VEC)), args![x, max.all(), end, rows, cols])
-    }?;
     let name = if dtype == DType::Fp8E4m3 { "fp8_quantize_e4m3" } else { "fp8_quantize_e5m2" };
     let launch = Launch::blocks(rows.div_ceil(FP8_TILE) * cols.div_ceil(FP8_TILE), FP8_THREADS as u32);
     // SAFETY: checked above; outputs overlap no input by the operation's contract.
-    unsafe { gpu.launch(name, launch, args![x, max.all(), end, q, transposed, scale, rows, cols]) }
+    unsafe { gpu.launch(name, launch, args![x, amax, end, q, transposed, scale, rows, cols]) }
 }
 
 pub(crate) fn gemm(gpu: &Gpu, args: GemmFp8<'_>) -> Result<()> {

@@ -1,42 +1,29 @@
-// Rounding of tensors to FP8 with one scale (see mod.rs). Two launches: the largest absolute value, then the rounding.
+// Rounding of tensors to FP8 with one scale, and max|x|, from which the scale comes (see mod.rs).
 //
 // Sizes are multiples of 16, so every access is a whole vector.
 
-// The bits of a positive float or NaN compare like unsigned numbers, with NaN as the largest.
-__device__ inline u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
-
 // Vectors that a thread fetches at once.
-#define FP8_MAX_VECS 4
+#define AMAX_VECS 4
 
 // Number of rows that exist; only the device may know it.
 __device__ inline i64 existing_rows(const int* end, i64 rows) { return end ? min((i64)*end, rows) : rows; }
 
-// *found = the bits of the largest absolute value of x; zero before. Grid-stride loop.
+// *amax = max|x|; zero before. Grid-stride loop.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-    fp8_max(const ACT* __restrict__ x, u32* found, const int* __restrict__ end, i64 rows, i64 cols) {
+    fp8_amax(const ACT* __restrict__ x, float* amax, const int* __restrict__ end, i64 rows, i64 cols) {
     pdl_wait_and_launch();
     i64 len = existing_rows(end, rows) * cols;
-    __shared__ u32 warps[BLOCK_THREADS / WARP];
     u32 largest = 0;
     i64 step = gridDim.x * (i64)BLOCK_THREADS * 8;
-    for (i64 first = (blockIdx.x * (i64)BLOCK_THREADS + threadIdx.x) * 8; first < len; first += FP8_MAX_VECS * step) {
-        Packed<ACT> p[FP8_MAX_VECS] = {};
+    for (i64 first = (blockIdx.x * (i64)BLOCK_THREADS + threadIdx.x) * 8; first < len; first += AMAX_VECS * step) {
+        Packed<ACT> p[AMAX_VECS] = {};
 #pragma unroll
-        for (int k = 0; k < FP8_MAX_VECS; k++)
+        for (int k = 0; k < AMAX_VECS; k++)
             if (first + k * step < len) p[k] = fetch8(x + first + k * step);
 #pragma unroll
-        for (int k = 0; k < FP8_MAX_VECS; k++) {
-            Vec8 e = unpack(p[k]);
-#pragma unroll
-            for (int j = 0; j < 8; j++) largest = max(largest, magnitude(e.x[j]));
-        }
+        for (int k = 0; k < AMAX_VECS; k++) largest = largest_magnitude(largest, unpack(p[k]));
     }
-    for (int lane = WARP / 2; lane > 0; lane /= 2) largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, lane));
-    if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = largest;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    for (int warp = 1; warp < BLOCK_THREADS / WARP; warp++) largest = max(largest, warps[warp]);
-    atomicMax(found, largest);
+    raise_amax(amax, largest);
 }
 
 // A block rounds a tile of FP8_TILE x FP8_TILE elements, each of its FP8_THREADS threads 8 x 8 of them.
@@ -51,7 +38,7 @@ __device__ inline void transpose_bytes(u32 (&w)[4]) {
 }
 
 template <bool E5M2>
-__device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict__ max_bits,
+__device__ inline void quantize(const ACT* __restrict__ x, const float* __restrict__ amax,
                                 const int* __restrict__ end, u8* __restrict__ q, u8* __restrict__ transposed,
                                 float* __restrict__ scale, i64 rows, i64 cols) {
     // For each column of the tile, its rows in pieces of 8 bytes. The threads of a warp write pieces of different
@@ -59,7 +46,7 @@ __device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict
     // XORed with bits of the column's index.
     __shared__ uint4 tile[FP8_TILE][FP8_PIECES / 2];
     const float largest = E5M2 ? 57344.0f : 448.0f;
-    float x_max = __uint_as_float(*max_bits);
+    float x_max = *amax;
     // If x_max is NaN, the comparison is false and it stays NaN.
     if (x_max < FP8_SMALLEST_MAX) x_max = FP8_SMALLEST_MAX;
     float inverse = largest / x_max;
@@ -118,15 +105,15 @@ __device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict
 
 // x (N, C), q (N, C) or null, transposed (C, N) or null. Grid: one block per tile, row by row.
 extern "C" __global__ void __launch_bounds__(FP8_THREADS)
-    fp8_quantize_e4m3(const ACT* x, const u32* max_bits, const int* end, u8* q, u8* transposed, float* scale,
+    fp8_quantize_e4m3(const ACT* x, const float* amax, const int* end, u8* q, u8* transposed, float* scale,
                       i64 rows, i64 cols) {
     pdl_wait_and_launch();
-    quantize<false>(x, max_bits, end, q, transposed, scale, rows, cols);
+    quantize<false>(x, amax, end, q, transposed, scale, rows, cols);
 }
 
 extern "C" __global__ void __launch_bounds__(FP8_THREADS)
-    fp8_quantize_e5m2(const ACT* x, const u32* max_bits, const int* end, u8* q, u8* transposed, float* scale,
+    fp8_quantize_e5m2(const ACT* x, const float* amax, const int* end, u8* q, u8* transposed, float* scale,
                       i64 rows, i64 cols) {
     pdl_wait_and_launch();
-    quantize<true>(x, max_bits, end, q, transposed, scale, rows, cols);
+    quantize<true>(x, amax, end, q, transposed, scale, rows, cols);
 }

@@ -4,7 +4,7 @@
 //! range and less precision, for gradients. A tensor x is stored as `q = x / scale`, rounded to nearest even, with
 //! `scale = max|x| / largest`, so that its largest element becomes the largest number of the format. The scale comes
 //! from the tensor itself ("current scaling"), not from an earlier step. If an element of x is not finite, no product
-//! with q is finite either.
+//! with q is finite either. Kernels that write x can find `max|x|` meanwhile, which saves reading it once more.
 //!
 //! Tensor cores multiply FP8 operands only if the sum runs along the rows of both in memory. If a tensor is needed in
 //! both orientations, it is rounded together with its transpose.
@@ -23,6 +23,31 @@ use crate::tensor::Slice;
 /// Sizes of FP8 operands are multiples of this, in all dimensions.
 pub const FP8_MULTIPLE: usize = 16;
 
+/// `max|x|`.
+#[derive(Clone, Copy, Debug)]
+pub struct Amax<'a> {
+    /// N.
+    pub rows: usize,
+    /// C, a multiple of [`FP8_MULTIPLE`].
+    pub cols: usize,
+    /// (N, C).
+    pub x: Slice<'a>,
+    /// (1,) I32: the number of rows that exist; `None` if all do. The others are not read.
+    pub end: Option<Slice<'a>>,
+    /// (1,) F32: `max|x|`; NaN if an element is NaN.
+    pub amax: Slice<'a>,
+}
+
+impl Op for Amax<'_> {
+    fn cpu(self, threads: &Threads) {
+        cpu::amax(threads, self);
+    }
+
+    fn cuda(self, gpu: &Cuda) -> Result<()> {
+        cuda::amax(gpu, self)
+    }
+}
+
 /// `q = x / scale`, `scale = max|x| / largest`.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantizeFp8<'a> {
@@ -34,6 +59,8 @@ pub struct QuantizeFp8<'a> {
     pub dtype: DType,
     /// (N, C).
     pub x: Slice<'a>,
+    /// (1,) F32: the output of [`Amax`].
+    pub amax: Slice<'a>,
     /// (N, C) q.
     pub q: Option<Slice<'a>>,
     /// (C, N) the transpose of q.
@@ -52,10 +79,6 @@ impl Op for QuantizeFp8<'_> {
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
         cuda::quantize(gpu, self)
-    }
-
-    fn scratch(&self) -> usize {
-        DType::I32.size()
     }
 }
 

@@ -7,6 +7,7 @@ use crate::cpu::math::simd;
 use crate::cpu::{Access, Threads};
 use crate::ops::activation::cpu::{Function, with_function};
 use crate::ops::experts::rows::{PADDING_ROWS, rows_end};
+use crate::ops::fp8::cpu::write_amax;
 
 /// Rows per task.
 const GLU_TASK_ROWS: usize = 32;
@@ -19,6 +20,7 @@ pub(crate) fn forward(t: &Threads, args: GluForward<'_>) {
     past.iter_mut().take(PADDING_ROWS * ffn).for_each(|x| *x = 0.0);
     let h = &h[..2 * end * ffn];
     with_function!(args.activation, F => activate::<F>(t, (ffn, args.inputs), h, a));
+    args.amax.into_iter().for_each(|amax| write_amax(t, &access, amax, a));
 }
 
 /// Applies limit and offset to g and u. Also returns whether each is beyond the limit. NaN stays.
@@ -57,6 +59,7 @@ pub(crate) fn backward(t: &Threads, args: GluBackward<'_>) {
     past.iter_mut().take(2 * PADDING_ROWS * ffn).for_each(|x| *x = 0.0);
     let (h, da) = (&h[..2 * end * ffn], &da[..end * ffn]);
     with_function!(args.activation, F => derive::<F>(t, (ffn, args.inputs), h, da, dh));
+    args.amax.into_iter().for_each(|amax| write_amax(t, &access, amax, dh));
 }
 
 fn derive<F: Function>(

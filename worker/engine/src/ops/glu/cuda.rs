@@ -12,6 +12,7 @@ use crate::cuda::variants::{Fastest, Site, Variant};
 use crate::cuda::{Arg, Gpu, Launch, Macro, Source, args, expect, source, vec_threads};
 use crate::error::Result;
 use crate::ops::experts::rows::PADDING_ROWS;
+use crate::ops::fp8::cuda::zero_amax;
 use crate::ops::linear::cuda as linear;
 use crate::ops::{Activation, LinearBackwardInput, LinearForward, LinearShape};
 
@@ -64,27 +65,29 @@ pub(crate) struct Glu {
 
 impl Glu {
     pub(crate) fn forward(&self, gpu: &Gpu, args: GluForward<'_>) -> Result<()> {
-        let GluForward { activation, inputs, rows, ffn, h, a, end } = args;
+        let GluForward { activation, inputs, rows, ffn, h, a, end, amax } = args;
         gpu.expect_act(h, 2 * rows * ffn);
         gpu.expect_act(a, rows * ffn);
         end.into_iter().for_each(|end| expect(end, DType::I32, 1));
+        amax.map_or(Ok(()), |amax| zero_amax(gpu, amax))?;
         let launch = Launch::blocks(rows.div_ceil(GLU_ROWS), vec_threads(gpu, ffn));
         // SAFETY: checked above.
         unsafe {
-            let args = args![h, a, end, rows, ffn, inputs.limit, inputs.offset];
+            let args = args![h, a, end, amax, rows, ffn, inputs.limit, inputs.offset];
             self.launch(gpu, (activation, "glu_fwd"), launch, args)
         }
     }
 
     pub(crate) fn backward(&self, gpu: &Gpu, args: GluBackward<'_>) -> Result<()> {
-        let GluBackward { activation, inputs, rows, ffn, h, da, dh, end } = args;
+        let GluBackward { activation, inputs, rows, ffn, h, da, dh, end, amax } = args;
         [h, dh].into_iter().for_each(|x| gpu.expect_act(x, 2 * rows * ffn));
         gpu.expect_act(da, rows * ffn);
         end.into_iter().for_each(|end| expect(end, DType::I32, 1));
+        amax.map_or(Ok(()), |amax| zero_amax(gpu, amax))?;
         let launch = Launch::blocks(rows.div_ceil(GLU_ROWS), vec_threads(gpu, ffn));
         // SAFETY: checked above.
         unsafe {
-            let args = args![h, da, dh, end, rows, ffn, inputs.limit, inputs.offset];
+            let args = args![h, da, dh, end, amax, rows, ffn, inputs.limit, inputs.offset];
             self.launch(gpu, (activation, "glu_bwd"), launch, args)
         }
     }
@@ -100,7 +103,7 @@ impl Glu {
         let run = |variant| match variant {
             GluVariant::Kernel => {
                 linear::forward(gpu, LinearForward { shape, x, w, bias, y: h })?;
-                self.forward(gpu, GluForward { activation, inputs, rows, ffn, h, a, end: None })
+                self.forward(gpu, GluForward { activation, inputs, rows, ffn, h, a, end: None, amax: None })
             }
             // SAFETY: checked above; this variant is selected only for operands that it supports; outputs overlap no
             // input by the operation's contract.
@@ -124,7 +127,10 @@ impl Glu {
         let run = |variant| match variant {
             GluVariant::Kernel => {
                 linear::backward_input(gpu, LinearBackwardInput { shape, dy, w, dx: da })?;
-                self.backward(gpu, GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None })
+                self.backward(
+                    gpu,
+                    GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None, amax: None },
+                )
             }
             // SAFETY: as in forward.
             GluVariant::Epilogue(tiling) => unsafe { hopper::backward(gpu, tiling, args) },

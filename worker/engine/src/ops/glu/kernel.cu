@@ -2,7 +2,7 @@
 // -DACTIVATION.
 //
 // Grid: one block per GLU_ROWS rows, which its threads fetch together. `end`: the number of rows that exist, if only
-// the device knows it.
+// the device knows it. `amax`: the output's largest magnitude, 0 before; null if it is not wanted.
 
 // Bound g by `limit`, and u by -limit as well. NaN stays.
 __device__ inline float bounded(float g, float limit) { return g > limit ? limit : g; }
@@ -22,11 +22,13 @@ __device__ inline bool pads(ACT* to, const int* end, i64 first, i64& rows, i64 c
 
 // a = f(g) u, with g and u within `limit`, and u plus `offset`
 extern "C" __global__ void glu_fwd(const ACT* __restrict__ h, ACT* __restrict__ a,
-                                   const int* __restrict__ end, i64 rows, i64 ffn, float limit, float offset) {
+                                   const int* __restrict__ end, float* amax, i64 rows, i64 ffn, float limit,
+                                   float offset) {
     pdl_wait_and_launch();
     bool wide = is_wide(h, ffn) && is_wide(a, ffn);
     i64 first = blockIdx.x * (i64)GLU_ROWS;
     if (pads(a, end, first, rows, ffn)) return;
+    u32 largest = 0;
     for (i64 c = threadIdx.x * 8ll; c < ffn; c += blockDim.x * 8ll) {
         Packed<ACT> gs[GLU_ROWS], us[GLU_ROWS];
 #pragma unroll
@@ -45,18 +47,22 @@ extern "C" __global__ void glu_fwd(const ACT* __restrict__ h, ACT* __restrict__ 
                 float g = bounded(x.x[j], limit);
                 y.x[j] = (bounded_twice(y.x[j], limit) + offset) * (g * gate<ACTIVATION>(g));
             }
+            largest = largest_magnitude(largest, y);
             store8(a + (first + i) * ffn, c, ffn, wide, y);
         }
     }
+    if (amax) raise_amax(amax, largest);
 }
 
 // du = da f(g), dg = da u f'(g); 0 beyond the limit
 extern "C" __global__ void glu_bwd(const ACT* __restrict__ h, const ACT* __restrict__ da, ACT* __restrict__ dh,
-                                   const int* __restrict__ end, i64 rows, i64 ffn, float limit, float offset) {
+                                   const int* __restrict__ end, float* amax, i64 rows, i64 ffn, float limit,
+                                   float offset) {
     pdl_wait_and_launch();
     bool wide = is_wide(h, ffn) && is_wide(da, ffn) && is_wide(dh, ffn);
     i64 first = blockIdx.x * (i64)GLU_ROWS;
     if (pads(dh, end, first, rows, 2 * ffn)) return;
+    u32 largest = 0;
     for (i64 c = threadIdx.x * 8ll; c < ffn; c += blockDim.x * 8ll) {
         Packed<ACT> gs[GLU_ROWS], us[GLU_ROWS], das[GLU_ROWS];
 #pragma unroll
@@ -79,8 +85,10 @@ extern "C" __global__ void glu_bwd(const ACT* __restrict__ h, const ACT* __restr
                 y.x[j] = fabsf(y.x[j]) > limit ? 0.0f : d.x[j] * g * s;
                 d.x[j] = x.x[j] > limit ? 0.0f : d.x[j] * times_derivative<ACTIVATION>(up, g, s);
             }
+            largest = largest_magnitude(largest_magnitude(largest, y), d);
             store8(du, c, ffn, wide, y);
             store8(dg, c, ffn, wide, d);
         }
     }
+    if (amax) raise_amax(amax, largest);
 }

@@ -43,6 +43,8 @@ pub struct GluForward<'a> {
     /// (1,) I32: the number of rows that exist, if only the device knows it: see
     /// [`GatherRows`](super::GatherRows).
     pub end: Option<Slice<'a>>,
+    /// (1,) F32: that of `a` as by [`Amax`](super::Amax), if it is wanted.
+    pub amax: Option<Slice<'a>>,
 }
 
 impl Op for GluForward<'_> {
@@ -75,6 +77,8 @@ pub struct GluBackward<'a> {
     /// (1,) I32: the number of rows that exist, if only the device knows it: see
     /// [`GatherRows`](super::GatherRows).
     pub end: Option<Slice<'a>>,
+    /// (1,) F32: that of `dh` as by [`Amax`](super::Amax), if it is wanted.
+    pub amax: Option<Slice<'a>>,
 }
 
 impl Op for GluBackward<'_> {
@@ -113,7 +117,7 @@ impl Op for LinearGluForward<'_> {
         let Self { shape, activation, inputs, x, w, bias, h, a } = self;
         LinearForward { shape, x, w, bias, y: h }.cpu(threads);
         let (rows, ffn) = (shape.rows, shape.outputs / 2);
-        GluForward { activation, inputs, rows, ffn, h, a, end: None }.cpu(threads);
+        GluForward { activation, inputs, rows, ffn, h, a, end: None, amax: None }.cpu(threads);
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
@@ -147,7 +151,7 @@ impl Op for GluLinearBackward<'_> {
         let Self { shape, activation, inputs, dy, w, h, da, dh } = self;
         LinearBackwardInput { shape, dy, w, dx: da }.cpu(threads);
         let (rows, ffn) = (shape.rows, shape.inputs);
-        GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None }.cpu(threads);
+        GluBackward { activation, inputs, rows, ffn, h, da, dh, end: None, amax: None }.cpu(threads);
     }
 
     fn cuda(self, gpu: &Cuda) -> Result<()> {
