@@ -27,7 +27,7 @@ import time
 import tiktoken
 import tokenizers
 import transformers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
@@ -155,6 +155,16 @@ def trained(text):
     smollm.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     smollm.decoder = decoders.ByteLevel()
+    for name, collapse in [("Unigram", False), ("Unigram 2", True)]:
+        unigram = tokenizers.Tokenizer(models.Unigram())
+        if collapse:
+            unigram.normalizer = normalizers.Sequence([
+                normalizers.NFKC(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")])
+        unigram.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if collapse else "first")
+        trainer = trainers.UnigramTrainer(
+            vocab_size=4000, show_progress=False, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>")
+        unigram.train_from_iterator(text[:500_000].splitlines(), trainer)
+        yield name, unigram
     yield "SmolLM", train(smollm, ["<|endoftext|>", "<|im_start|>"], initial_alphabet=alphabet)
 
 

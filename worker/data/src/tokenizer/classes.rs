@@ -23,7 +23,7 @@ const FILE_ONLY: [&str; 12] = [
     "stablelm",
 ];
 /// Classes that models of any type may name.
-const CLASSES: [&str; 8] = [
+const CLASSES: [&str; 11] = [
     QWEN2_CLASS,
     "GPT2Tokenizer",
     "CodeGenTokenizer",
@@ -32,6 +32,9 @@ const CLASSES: [&str; 8] = [
     "CodeLlamaTokenizer",
     "GemmaTokenizer",
     "CohereTokenizer",
+    "T5Tokenizer",
+    "XLMRobertaTokenizer",
+    "XGLMTokenizer",
 ];
 /// Splits texts in Qwen2's class.
 const QWEN2_REGEX: &str = concat!(
@@ -55,8 +58,8 @@ impl Tokenizer {
     pub fn loading_warnings(&self) -> Vec<String> {
         let class = self.replaced_by().map(|class| {
             format!(
-                "warning: `AutoTokenizer` of transformers 5 loads this tokenizer as `{class}`, which replaces its \
-                 pre-tokenizer, and may give other ids than here\nhelp: load it with `PreTrainedTokenizerFast`"
+                "warning: `AutoTokenizer` of transformers 5 loads this tokenizer as `{class}`, which replaces \
+                 parts of it, and may give other ids than here\nhelp: load it with `PreTrainedTokenizerFast`"
             )
         });
         let split = self.loading.split_special_tokens.then(|| {
@@ -98,6 +101,11 @@ pub(super) fn loaded(declared: Option<&str>, model_type: Option<&str>) -> Option
 
 /// Returns whether this class replaces parts of the file by others. `add_prefix_space`: see [`Loading`].
 fn changes(class: &str, file: &Map<String, Value>, add_prefix_space: Option<bool>) -> bool {
+    // The classes of BPE models read the pieces as if they were tokens of such a model, the others have words of their
+    // own.
+    if file.get("model").is_some_and(|model| model["type"] == "Unigram") {
+        return true;
+    }
     let byte_level = |use_regex| {
         json!({
             "type": "ByteLevel", "add_prefix_space": add_prefix_space == Some(true), "trim_offsets": true,
@@ -197,6 +205,10 @@ mod tests {
             {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
         ]}});
         assert!(!changes(QWEN2_CLASS, qwen2.as_object().unwrap()));
+        let unigram = json!({"pre_tokenizer": {"type": "Metaspace", "prepend_scheme": "first", "split": false},
+            "model": {"type": "Unigram"}});
+        assert!(changes("LlamaTokenizer", unigram.as_object().unwrap()));
+        assert_eq!(loaded(Some("T5TokenizerFast"), Some("llama")), Some("T5Tokenizer"));
     }
 
     /// The texts that differ are those of `transformers` 5.24.

@@ -66,7 +66,7 @@ impl Cuts {
     pub(super) fn of<'a>(file: &Map<String, Value>, tokens: impl Iterator<Item = &'a [u8]> + Clone) -> Self {
         let Some(words) = Words::of(file) else { return Self::NOWHERE };
         let added = added_tokens(file);
-        let tokens_alone_decide = is_local(file);
+        let tokens_alone_decide = is_local(file) && !joins_unknown(file);
         let allowed = |kind: Kind| {
             added
                 .as_ref()
@@ -337,6 +337,12 @@ fn is_local(file: &Map<String, Value>) -> bool {
     normalizers && !all.iter().skip(1).any(prepends) && all.into_iter().all(pre_tokenizers)
 }
 
+/// Returns whether neighbouring characters that the model does not know become one id, wherever they are.
+fn joins_unknown(file: &Map<String, Value>) -> bool {
+    let model = file.get("model").unwrap_or(&Value::Null);
+    model["byte_fallback"] != true && (model["type"] == "Unigram" || model["fuse_unk"] == true)
+}
+
 /// Returns the added tokens that are found within text; `None` if one of them depends on its surroundings.
 fn added_tokens(file: &Map<String, Value>) -> Option<Vec<&str>> {
     let list = file.get("added_tokens").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
@@ -403,6 +409,28 @@ mod tests {
         for first in [delimiter, digits] {
             assert_eq!(cuts("always", first.clone()), Cuts::NOWHERE);
             assert_ne!(cuts("first", first), Cuts::NOWHERE);
+        }
+    }
+
+    #[test]
+    fn unknown_characters_that_become_one_id_forbid_cuts_within_words() {
+        let cuts = |model: serde_json::Value| {
+            let metaspace = serde_json::json!({
+                "type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "first", "split": true,
+            });
+            let file = serde_json::json!({"pre_tokenizer": metaspace, "model": model});
+            Cuts::of(file.as_object().unwrap(), std::iter::empty())
+        };
+        for (kind, fuse_unk, byte_fallback, anywhere) in [
+            ("BPE", false, false, true),
+            ("BPE", true, false, false),
+            ("BPE", true, true, true),
+            ("Unigram", false, false, false),
+            ("Unigram", false, true, true),
+        ] {
+            let model =
+                serde_json::json!({"type": kind, "fuse_unk": fuse_unk, "byte_fallback": byte_fallback});
+            assert_eq!(cuts(model) != Cuts::NOWHERE, anywhere, "{kind} {fuse_unk} {byte_fallback}");
         }
     }
 

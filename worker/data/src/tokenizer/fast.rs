@@ -26,7 +26,8 @@ impl Fast {
     /// Opens a file of a known kind.
     pub(super) fn open(file: &Map<String, Value>) -> Option<Self> {
         let nfc = file.get("normalizer").is_some_and(|normalizer| normalizer["type"] == "NFC");
-        let known = (nfc || is_known_normalizer(file.get("normalizer")))
+        let known = file.get("model").is_some_and(|model| model["type"] != "Unigram")
+            && (nfc || is_known_normalizer(file.get("normalizer")))
             && is_known_pre_tokenizer(file.get("pre_tokenizer"))
             && added_tokens_are_plain(file.get("added_tokens"));
         if !known {

@@ -88,40 +88,59 @@ fn parse(json: &str) -> Result<Map<String, Value>, String> {
 /// Returns the tokens of the model by id. Checks that their ids are 0, 1, 2 ..., and that merges join tokens to tokens.
 fn check_model(file: &Map<String, Value>) -> Result<BTreeMap<u32, String>, String> {
     let model = file.get("model").and_then(Value::as_object).ok_or("it has no `model`")?;
-    if let Some(kind) = model.get("type").and_then(Value::as_str).filter(|kind| *kind != "BPE") {
-        return Err(format!("model type `{}` is not supported; expected `BPE`", shown(kind)));
-    }
     for affix in ["continuing_subword_prefix", "end_of_word_suffix"] {
         if model.get(affix).and_then(Value::as_str).is_some_and(|affix| !affix.is_empty()) {
             return Err(format!("`model.{affix}` is not supported"));
         }
     }
-    let entries = model.get("vocab").and_then(Value::as_object).ok_or("it has no `model.vocab`")?;
-    if entries.is_empty() || entries.len() > MAX_VOCAB_TOKENS {
-        return Err(format!("a vocabulary of {} tokens; expected 1 to {MAX_VOCAB_TOKENS}", entries.len()));
+    if model.get("dropout").is_some_and(|dropout| !dropout.is_null() && *dropout != 0.0) {
+        return Err("`model.dropout` is not supported: the same text would have other ids every time".into());
+    }
+    match model.get("type").and_then(Value::as_str) {
+        None | Some("BPE") => {
+            let ids = model.get("vocab").and_then(Value::as_object).ok_or("it has no `model.vocab`")?;
+            let entries = ids.iter().map(|(token, id)| (token.as_str(), id.as_u64()));
+            let vocab = check_vocab(ids.len(), entries)?;
+            check_merges(model.get("merges").unwrap_or(&Value::Null), ids)?;
+            Ok(vocab)
+        }
+        Some("Unigram") => {
+            let list = model.get("vocab").and_then(Value::as_array).ok_or("it has no `model.vocab`")?;
+            let pieces: Option<Vec<&str>> = list.iter().map(|piece| piece[0].as_str()).collect();
+            let pieces = pieces.ok_or("an entry of `model.vocab` is not a pair of token and score")?;
+            check_vocab(pieces.len(), pieces.into_iter().zip((0..).map(Some)))
+        }
+        Some(kind) => {
+            Err(format!("model type `{}` is not supported; expected `BPE` or `Unigram`", shown(kind)))
+        }
+    }
+}
+
+/// Returns the tokens of a vocabulary of this size by id.
+fn check_vocab<'a>(
+    size: usize,
+    entries: impl Iterator<Item = (&'a str, Option<u64>)>,
+) -> Result<BTreeMap<u32, String>, String> {
+    if size == 0 || size > MAX_VOCAB_TOKENS {
+        return Err(format!("a vocabulary of {size} tokens; expected 1 to {MAX_VOCAB_TOKENS}"));
     }
     let mut vocab = BTreeMap::new();
     for (token, id) in entries {
-        let id = id.as_u64().filter(|id| *id < entries.len() as u64).and_then(|id| u32::try_from(id).ok());
+        let id = id.filter(|id| *id < size as u64).and_then(|id| u32::try_from(id).ok());
         let shown = shown(token);
         let Some(id) = id else {
             return Err(format!(
-                "the id of `{shown}` is not below the vocabulary's size, {}: ids must have no gaps",
-                entries.len()
+                "the id of `{shown}` is not below the vocabulary's size, {size}: ids must have no gaps"
             ));
         };
         if token.len() > MAX_TOKEN_BYTES {
             return Err(format!("the token `{shown}` has more than {MAX_TOKEN_BYTES} bytes"));
         }
-        if let Some(other) = vocab.insert(id, token.clone()) {
+        if let Some(other) = vocab.insert(id, token.to_owned()) {
             let other = self::shown(&other);
             return Err(format!("`{shown}` and `{other}` have the same id, {id}"));
         }
     }
-    if model.get("dropout").is_some_and(|dropout| !dropout.is_null() && *dropout != 0.0) {
-        return Err("`model.dropout` is not supported: the same text would have other ids every time".into());
-    }
-    check_merges(model.get("merges").unwrap_or(&Value::Null), entries)?;
     Ok(vocab)
 }
 

@@ -1,4 +1,4 @@
-//! Converts text to token ids and back: bytes, GPT-2's BPE, or the BPE of a `tokenizer.json`.
+//! Converts text to token ids and back: bytes, GPT-2's BPE, or the BPE or Unigram model of a `tokenizer.json`.
 //!
 //! - `file` checks a `tokenizer.json` and opens it; `config` reads the files next to it;
 //! - `classes` knows which classes of Python's `transformers` replace parts of a file;

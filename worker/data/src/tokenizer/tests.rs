@@ -57,6 +57,39 @@ fn long_texts_have_the_ids_of_the_whole() {
 }
 
 #[test]
+fn pieces_of_a_unigram_model_are_the_most_probable_ones() {
+    let bytes = (0..=u8::MAX).map(|byte| json!([format!("<0x{byte:02X}>"), -20.0]));
+    let pieces = [("<unk>", 0.0), ("</s>", 0.0), ("\u{2581}", -4.0), ("a", -3.0), ("b", -3.0), ("ab", -5.0)];
+    let pieces = pieces.into_iter().chain([("\u{2581}a", -3.5), ("ba", -9.0)]);
+    let vocab: Vec<Value> = pieces.map(|(piece, score)| json!([piece, score])).chain(bytes).collect();
+    let file = json!({
+        "added_tokens": [{
+            "id": 1, "content": "</s>", "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false,
+        }],
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "first", "split": true},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+        "model": {"type": "Unigram", "unk_id": 0, "byte_fallback": true, "vocab": vocab},
+    });
+    let tokenizer = Tokenizer::from_json(file.to_string().as_bytes()).unwrap();
+    assert_eq!((tokenizer.vocab(), tokenizer.end_of_text()), (264, Some(1)));
+    let text = "ab ba \u{e9}";
+    let ids = [6, 4, 2, 4, 3, 2, 8 + 0xc3, 8 + 0xa9];
+    assert_eq!((tokenizer.encode(text).unwrap().as_slice(), tokenizer.decode(&ids)), (&ids[..], text.into()));
+    let mut decoder = tokenizer.decoder();
+    let parts: String = ids.iter().map(|id| decoder.push(*id)).collect();
+    assert_eq!(parts + &decoder.finish(), text);
+    // Long texts are cut between words.
+    let long = "ab \u{e9}b ".repeat(PIECE / 2);
+    let whole = tokenizer.inner.encoder.as_ref().unwrap().exact.encode(&file.to_string(), &long, true);
+    assert_eq!(tokenizer.encode(&long).unwrap(), whole.unwrap());
+    assert_eq!(tokenizer.cuts().last(b"ab ab", 0), Some(2));
+}
+
+#[test]
 fn prefix_is_written_before_the_text_alone() {
     let normalizer = r#"{"type": "Sequence", "normalizers": [
         {"type": "Prepend", "prepend": "\u2581"},
@@ -189,7 +222,11 @@ fn hostile_files_are_refused() {
     assert!(refusal(&format!("[{}1]", "1,".repeat(MAX_TOKENIZER_BYTES as usize / 4))).contains("values"));
     assert!(refusal("[]").contains("not a JSON object"));
     assert!(refusal("{}").contains("no `model`"));
-    assert!(refusal(r#"{"model": {"type": "Unigram"}}"#).contains("`Unigram` is not supported"));
+    assert!(refusal(r#"{"model": {"type": "WordPiece"}}"#).contains("`WordPiece` is not supported"));
+    let unigram = |vocab: &str| refusal(&format!(r#"{{"model": {{"type": "Unigram", "vocab": {vocab}}}}}"#));
+    assert!(unigram("[]").contains("0 tokens"));
+    assert!(unigram(r#"{"a": 0}"#).contains("no `model.vocab`"));
+    assert!(unigram(r#"[["a", 0.0], ["b"], 3]"#).contains("not a pair of token and score"));
     assert!(model("{}", "[]").contains("0 tokens"));
     assert!(model(r#"{"a": 4294967295}"#, "[]").contains("no gaps"));
     assert!(model(r#"{"a": 0, "b": 2}"#, "[]").contains("no gaps"));
