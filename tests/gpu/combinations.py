@@ -70,7 +70,7 @@ def model(rng, fp8):
     found |= sometimes(rng, 0.15, logit_scale=0.5)
     if found["gated"]:
         found |= sometimes(rng, 0.1, glu_limit=0.5, glu_offset=1.0)
-    if not fp8 and rng.random() < 0.4:
+    if rng.random() < 0.4:
         experts = pick(rng, 2, 4, 8, 16, 33)
         found |= {"experts": experts, "experts_per_token": rng.randint(1, min(experts, 8)),
                   "expert_ffn": unit * rng.randint(1, 20), "router": pick(rng, "softmax", "sigmoid"),
