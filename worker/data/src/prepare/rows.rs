@@ -11,6 +11,7 @@ const ROW_READ_BYTES: usize = 256 << 10;
 /// Begins a line that has, in place of JSON, the reason why its row is refused.
 pub(super) const REFUSED: char = '\x1f';
 const OPEN_ARRAY: &str = "the array has no end: the file may be cut off";
+const NO_ELEMENT: &str = "not valid JSON: missing element next to a comma";
 
 /// Lines, each of which is the result of one step.
 struct Lines<F> {
@@ -53,7 +54,7 @@ pub(super) fn json(mut text: Box<dyn Read>) -> Box<dyn Read> {
                 Ok(0)
             };
         }
-        out.extend(input[..count].iter().filter_map(|byte| splitter.next(*byte)));
+        input[..count].iter().for_each(|byte| splitter.next(*byte, &mut out));
     };
     struct From<F>(F);
     impl<F: FnMut(&mut [u8]) -> io::Result<usize>> Read for From<F> {
@@ -64,18 +65,22 @@ pub(super) fn json(mut text: Box<dyn Read>) -> Box<dyn Read> {
     Box::new(From(read))
 }
 
-/// Finds the ends of elements. A line feed is white space in JSON, so it can replace any other white space.
+/// Writes each element and each value outside of arrays as exactly one line, so that the numbers of lines count them.
 #[derive(Default)]
 struct Splitter {
     /// Number of open brackets, not counting the array whose elements become lines.
     depth: usize,
     in_array: bool,
+    /// True after a comma of the array, which must be followed by an element.
+    after_comma: bool,
+    /// True if the current line is not empty.
+    in_value: bool,
     in_string: bool,
     escaped: bool,
 }
 
 impl Splitter {
-    fn next(&mut self, byte: u8) -> Option<u8> {
+    fn next(&mut self, byte: u8, out: &mut VecDeque<u8>) {
         if self.in_string {
             (self.in_string, self.escaped) = match byte {
                 _ if self.escaped => (true, false),
@@ -84,31 +89,64 @@ impl Splitter {
                 _ => (true, false),
             };
             // A line feed is not allowed in strings. Keep it an error of this line instead of splitting the line.
-            return Some(if byte == b'\n' { b'\r' } else { byte });
+            out.push_back(if byte == b'\n' { b'\r' } else { byte });
+            if !self.in_string {
+                self.end_outside_array(out);
+            }
+            return;
         }
-        match byte {
-            b'"' => self.in_string = true,
-            b'[' if self.depth == 0 && !self.in_array => {
-                self.in_array = true;
-                return Some(b' ');
-            }
-            b'[' | b'{' => self.depth += 1,
-            b']' if self.depth == 0 && self.in_array => {
-                self.in_array = false;
-                return Some(b'\n');
-            }
-            b']' | b'}' => {
-                self.depth = self.depth.saturating_sub(1);
-                if self.depth == 0 && !self.in_array {
-                    // The line ends at the next white space or value: no byte is inserted.
-                    return Some(byte);
+        match (byte, self.depth) {
+            (b',' | b']', 0) if self.in_array => {
+                let is_empty_array = byte == b']' && !self.after_comma;
+                if !self.in_value && !is_empty_array {
+                    out.extend(format!("{REFUSED}{NO_ELEMENT}").bytes());
+                    self.in_value = true;
                 }
+                self.end(out);
+                (self.in_array, self.after_comma) = (byte == b',', byte == b',');
+                return;
             }
-            b',' if self.depth == 0 && self.in_array => return Some(b'\n'),
-            b'\n' | b'\r' if self.depth > 0 || self.in_array => return Some(b' '),
+            // A line feed is white space in JSON, so any other white space can replace it.
+            (b' ' | b'\t' | b'\n' | b'\r', _) => {
+                if self.in_value {
+                    out.push_back(b' ');
+                    // A number or a word ends here.
+                    self.end_outside_array(out);
+                }
+                return;
+            }
+            // A number or a word ends before another value.
+            (b'"' | b'[' | b'{', _) => self.end_outside_array(out),
             _ => {}
         }
-        Some(byte)
+        if byte == b'[' && self.depth == 0 && !self.in_array {
+            self.in_array = true;
+            return;
+        }
+        self.in_value = true;
+        out.push_back(byte);
+        match byte {
+            b'"' => self.in_string = true,
+            b'[' | b'{' => self.depth += 1,
+            b']' | b'}' => {
+                self.depth = self.depth.saturating_sub(1);
+                self.end_outside_array(out);
+            }
+            _ => {}
+        }
+    }
+
+    /// Ends the line of a value outside of arrays, unless the value has open brackets.
+    fn end_outside_array(&mut self, out: &mut VecDeque<u8>) {
+        if self.depth == 0 && !self.in_array {
+            self.end(out);
+        }
+    }
+
+    fn end(&mut self, out: &mut VecDeque<u8>) {
+        if std::mem::take(&mut self.in_value) {
+            out.push_back(b'\n');
+        }
     }
 }
 
@@ -235,7 +273,23 @@ mod tests {
             {"y": []}]}, "b" ,null]"#;
         assert_eq!(values(array), expected);
         assert_eq!(values("{\"a\":\n 1}\n{\"a\": 2}\n"), [json!({"a": 1}), json!({"a": 2})]);
+        for one_line in [r#"{"a":1}  {"a": 2}"#, r#"{"a":1}{"a":2}"#, r#" [{"a":1}][ ] {"a":2}"#] {
+            assert_eq!(values(one_line), [json!({"a": 1}), json!({"a": 2})], "{one_line}");
+        }
+        assert_eq!(
+            values(r#""a""b"null 1.5[2]"#),
+            [json!("a"), json!("b"), json!(null), json!(1.5), json!(2)]
+        );
         assert_eq!(values("[]"), [] as [serde_json::Value; 0]);
+    }
+
+    #[test]
+    fn array_with_a_missing_element_has_a_refused_line() {
+        for (text, line) in [("[,1]", 0), ("[1,,2]", 1), ("[1,\n]", 1)] {
+            let out = read(json(Box::new(text.as_bytes())));
+            let refused = out.lines().position(|line| line.starts_with(REFUSED));
+            assert_eq!(refused, Some(line), "{text}: {out}");
+        }
     }
 
     #[test]

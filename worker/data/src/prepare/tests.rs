@@ -424,11 +424,12 @@ fn tables_have_a_document_per_row() {
     let array = r#"[{"text": "one"}, {"text": null}, "two\n"]"#;
     let prepared = Prepared::new(Tokenizer::gpt2())
         .with("a.json", array)
+        .with("a2.json", r#"{"text": "2a"} {"text": "2b"}{"text": "2c"}"2d""#)
         .with("b.csv", "id,text\n1,\"three, 3\"\n2,\n3,four\n")
         .with("c.tsv.gz", gzip(b"text\tid\nfive\t1\n"))
         .with("d.bin", parquet("text", &[Some("six"), None, Some("seven")]));
     let (manifest, _) = prepared.run().unwrap();
-    let texts = ["one", "two\n", "three, 3", "four", "five", "six", "seven"];
+    let texts = ["one", "two\n", "2a", "2b", "2c", "2d", "three, 3", "four", "five", "six", "seven"];
     assert_eq!((prepared.texts(&manifest.train), manifest.skipped), (texts.map(String::from).to_vec(), 0));
     let mut piped = Prepared::new(Tokenizer::gpt2());
     let pipe = piped.dir.path().join("pipe");
