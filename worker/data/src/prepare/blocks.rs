@@ -29,18 +29,29 @@ pub(super) const MAX_DELIMITER_BYTES: usize = 1 << 10;
 pub(super) enum Form {
     /// Each line is a JSON object.
     Json,
-    /// The same, converted from the rows of a table, whose numbers are not those of lines in its file.
+    /// The same, converted from the elements of arrays, whose numbers are not those of lines in the file.
+    Elements,
+    /// The same, converted from the rows of a table.
     Table,
     /// Documents end with this delimiter; if it is empty, the input is a single document.
     Text { delimiter: Vec<u8> },
 }
 
 impl Form {
-    /// Returns the name of a line of an input, for messages.
+    /// Returns what the user knows a line as.
+    pub(super) fn unit(&self) -> &'static str {
+        match self {
+            Self::Elements => "element",
+            Self::Table => "row",
+            Self::Json | Self::Text { .. } => "line",
+        }
+    }
+
+    /// Returns the place of a line of an input, for messages.
     pub(super) fn place(&self, label: &str, line: u64) -> String {
         match self {
-            Self::Table => format!("{label}: row {line}"),
-            _ => format!("{label}:{line}"),
+            Self::Elements | Self::Table => format!("{label}: {} {line}", self.unit()),
+            Self::Json | Self::Text { .. } => format!("{label}:{line}"),
         }
     }
 }
@@ -79,8 +90,8 @@ pub(super) struct Blocks {
 impl Blocks {
     pub(super) fn new(source: Source, form: Form, cuts: Cuts) -> Self {
         let delimiter = match &form {
-            Form::Json | Form::Table => b"\n".as_slice(),
             Form::Text { delimiter } => delimiter,
+            Form::Json | Form::Elements | Form::Table => b"\n".as_slice(),
         };
         let delimiter = (!delimiter.is_empty()).then(|| Finder::new(delimiter).into_owned());
         let form = Arc::new(form);
@@ -119,7 +130,7 @@ impl Blocks {
             // A delimiter may begin at the end of the buffer.
             let partial = self.delimiter.as_ref().map_or(0, |delimiter| delimiter.needle().len() - 1);
             let text = &self.buffer[..self.buffer.len() - partial];
-            if matches!(*self.form, Form::Json | Form::Table) {
+            if !matches!(*self.form, Form::Text { .. }) {
                 if limit >= MAX_JSON_LINE_BYTES {
                     // The reason takes the place of the line.
                     let reason = format!("{REFUSED}longer than {} MiB\n", MAX_JSON_LINE_BYTES >> 20);
@@ -176,7 +187,7 @@ impl Blocks {
             bytes,
         };
         self.offset += block.bytes.len() as u64;
-        if matches!(*self.form, Form::Json | Form::Table) {
+        if !matches!(*self.form, Form::Text { .. }) {
             self.line += memchr::memchr_iter(b'\n', &block.bytes).count() as u64;
         }
         block

@@ -62,8 +62,8 @@ impl Encoder {
     pub(super) fn encode(&self, block: &Block) -> Result<Encoded, PrepareError> {
         let mut encoded = Encoded { read: block.read, ..Encoded::default() };
         match &*block.form {
-            Form::Json | Form::Table => self.lines(block, &mut encoded)?,
             Form::Text { delimiter } => self.texts(block, delimiter, &mut encoded)?,
+            Form::Json | Form::Elements | Form::Table => self.lines(block, &mut encoded)?,
         }
         Ok(encoded)
     }
@@ -99,7 +99,7 @@ impl Encoder {
         for (number, bytes) in (block.line..).zip(block.bytes.split(|byte| *byte == b'\n')) {
             let bytes = bytes.trim_ascii();
             let used = match &self.chats {
-                Some(chats) => self.chat(chats, bytes, out),
+                Some(chats) => self.chat(chats, bytes, &block.form, out),
                 None => match self.line(bytes, &block.form) {
                     Ok(text) if text.is_empty() => Ok(()),
                     Ok(text) => {
@@ -124,12 +124,12 @@ impl Encoder {
     }
 
     /// Encodes a line of JSON that holds a chat.
-    fn chat(&self, chats: &ChatEncoder, bytes: &[u8], out: &mut Encoded) -> Result<(), String> {
-        let line = self.line_text(bytes, &Form::Json)?;
+    fn chat(&self, chats: &ChatEncoder, bytes: &[u8], form: &Form, out: &mut Encoded) -> Result<(), String> {
+        let line = self.line_text(bytes, form)?;
         if line.is_empty() {
             return Ok(());
         }
-        let row = self.json(&line, parse_json)?;
+        let row = self.json(&line, form, parse_json)?;
         match chats.encode(&row)? {
             Outcome::Empty => {}
             Outcome::Dropped => out.dropped += 1,
@@ -149,7 +149,7 @@ impl Encoder {
     fn line_text<'a>(&self, bytes: &'a [u8], form: &Form) -> Result<Cow<'a, str>, String> {
         self.text(bytes).map_err(|valid| {
             let in_field = if matches!(form, Form::Table) { unquoted_len(&bytes[..valid]) } else { None };
-            let (at, whole) = in_field.map_or((valid, "line"), |at| (at, "field"));
+            let (at, whole) = in_field.map_or((valid, form.unit()), |at| (at, "field"));
             format!("not valid UTF-8 at byte {at} of the {whole}\nhelp: see --invalid and --on-error")
         })
     }
@@ -161,7 +161,7 @@ impl Encoder {
         if line.is_empty() {
             return Ok(String::new());
         }
-        let text = self.json(&line, |line| {
+        let text = self.json(&line, form, |line| {
             let mut json = serde_json::Deserializer::from_str(line);
             let text = Row { field: &self.field }.deserialize(&mut json)?.map(Cow::into_owned);
             json.end().map(|()| text)
@@ -173,7 +173,12 @@ impl Encoder {
     }
 
     /// Parses a line of JSON. Halves of surrogate pairs, which are not characters, are refused or replaced.
-    fn json<T>(&self, line: &str, parse: impl Fn(&str) -> serde_json::Result<T>) -> Result<T, String> {
+    fn json<T>(
+        &self,
+        line: &str,
+        form: &Form,
+        parse: impl Fn(&str) -> serde_json::Result<T>,
+    ) -> Result<T, String> {
         if let Some(reason) = line.strip_prefix(REFUSED) {
             return Err(format!("{reason}\nhelp: see --on-error"));
         }
@@ -184,16 +189,21 @@ impl Encoder {
             )),
             _ => Err(error),
         });
-        parsed.map_err(|error| Self::json_reason(line, &error))
+        parsed.map_err(|error| Self::json_reason(line, form, &error))
     }
 
     /// Formats a JSON error without its line number, which is always 1.
-    fn json_reason(line: &str, error: &serde_json::Error) -> String {
+    fn json_reason(line: &str, form: &Form, error: &serde_json::Error) -> String {
         let text = error.to_string();
         let end = text.rfind(" at line ").unwrap_or(text.len());
         let column = error.column();
+        let format = if matches!(form, Form::Json) { "JSONL" } else { "JSON" };
         let Some(before) = column.checked_sub(1) else {
-            return format!("not valid JSONL: {}", &text[..end]);
+            return format!("not valid {format}: {}", &text[..end]);
+        };
+        let place = match form {
+            Form::Json => format!("column {column}"),
+            _ => format!("byte {before} of the {}", form.unit()),
         };
         let rest = line.as_bytes().get(before..).unwrap_or_default();
         // Python's `json` module writes these numbers unless `allow_nan` is false.
@@ -202,7 +212,7 @@ impl Encoder {
         } else {
             ""
         };
-        format!("not valid JSONL: {} at column {column}{help}", &text[..end])
+        format!("not valid {format}: {} at {place}{help}", &text[..end])
     }
 
     /// Converts bytes to text. The error is the number of valid bytes.

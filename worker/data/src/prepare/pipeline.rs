@@ -243,7 +243,8 @@ impl Reader<'_> {
         };
         let form = match &self.options.documents {
             _ if matches!(kind, Kind::Separated { .. } | Kind::Parquet) => Form::Table,
-            _ if kind != Kind::Text => Form::Json,
+            _ if kind == Kind::Json => Form::Elements,
+            _ if kind == Kind::JsonLines => Form::Json,
             Documents::File => Form::Text { delimiter: Vec::new() },
             Documents::Line => Form::Text { delimiter: b"\n".into() },
             Documents::Separator(text) => Form::Text { delimiter: text.clone().into_bytes() },
@@ -349,8 +350,8 @@ impl Skipped {
             return Vec::new();
         }
         let which = if self.count > self.first.len() as u64 { "; the first of them:" } else { ":" };
-        let lines = if self.count == 1 { "line" } else { "lines" };
-        let mut notes = vec![format!("skipped {} {lines} that cannot be used{which}", self.count)];
+        let rows = if self.count == 1 { "row" } else { "rows" };
+        let mut notes = vec![format!("skipped {} {rows} that cannot be used{which}", self.count)];
         notes.extend(self.first.iter().map(|reason| format!("  {reason}")));
         notes
     }

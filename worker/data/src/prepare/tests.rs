@@ -238,6 +238,18 @@ fn wrong_text_is_refused_with_its_place() {
     }
     let error = prepared("a.csv", b"text,id\na,1\nb, c,2\n").error();
     assert!(error.contains("a.csv: row 2: the row has more fields than the header"), "{error}");
+    for (end, expected) in [
+        (r#"{"text": 5}]"#, "invalid type: integer `5`, expected a string at byte 9 of the element"),
+        ("]", "missing element next to a comma"),
+        (r#", "c"]"#, "missing element next to a comma"),
+    ] {
+        let mut pretty =
+            prepared("a.json", format!("[\n  {{\n    \"text\": \"a\"\n  }},\n\n  {end}\n").as_bytes());
+        let error = pretty.error();
+        assert!(error.contains(&format!("a.json: element 2: not valid JSON: {expected}")), "{error}");
+        pretty.options.on_error = OnError::Skip;
+        assert_eq!(pretty.run().unwrap().0.skipped, 1);
+    }
     // Bytes count from 0 in the field as in the line of other inputs, whatever its quotes and escapes.
     let error = prepared("a.csv", b"text\n\"a\"\"\n\xff\"\n").error();
     assert!(error.contains("a.csv: row 1: not valid UTF-8 at byte 3 of the field"), "{error}");
@@ -505,7 +517,7 @@ fn broken_lines_are_skipped_and_named_if_asked_for() {
     let (manifest, notes) = prepared.run().unwrap();
     assert_eq!((prepared.texts(&manifest.train), manifest.skipped), (vec!["a".into(), "c".into()], 3));
     let said = notes.join("\n");
-    assert!(said.contains("skipped 3 lines that cannot be used:"), "{said}");
+    assert!(said.contains("skipped 3 rows that cannot be used:"), "{said}");
     for line in ["a.jsonl:2: ", "a.jsonl:3: the object has no field `text`", "a.jsonl:4: "] {
         assert!(said.contains(line), "{line} in {said}");
     }
