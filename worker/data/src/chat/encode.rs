@@ -7,7 +7,8 @@ use minijinja::value::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::content::probe;
-use super::row::{ASSISTANT, Chat, Row, THOUGHTS, has_role, has_thoughts, parse};
+use super::json::field;
+use super::row::{ASSISTANT, Chat, Row, THOUGHTS, TOOLS, has_role, has_thoughts, parse};
 use super::spans::{self, Endings};
 use super::template::{LeftOut, Marked, Template};
 use super::templates::Templates;
@@ -146,7 +147,11 @@ impl ChatEncoder {
 
     /// Encodes a chat. If it is too long, leaves out turns at its end.
     fn chat(&self, chat: &Chat) -> Result<Outcome, String> {
-        let format = self.with_tools.as_ref().filter(|_| !chat.tools.is_none()).unwrap_or(&self.default);
+        let format = self
+            .with_tools
+            .as_ref()
+            .filter(|_| field(&chat.variables, TOOLS).is_some())
+            .unwrap_or(&self.default);
         let messages = format.template.adapted(&chat.messages)?;
         let loses_thoughts = !format.writes_thoughts && messages.iter().any(has_thoughts);
         let beginning = |count: usize| self.beginning(format, &messages[..count], chat);
@@ -186,14 +191,14 @@ impl ChatEncoder {
         let all = Value::from(messages.to_vec());
         let generation = format.template.has_generation();
         let (text, spans) = if generation {
-            let Marked { text, spans } = format.template.render_marked(&all, &chat.tools)?;
+            let Marked { text, spans } = format.template.render_marked(&all, &chat.variables)?;
             (text, counted_blocks(format, messages, chat, spans)?)
         } else {
-            let text = format.template.render(&all, &chat.tools, false)?;
+            let text = format.template.render(&all, &chat.variables, false)?;
             let spans = self.answers(format, messages, chat, &text)?;
             (text, spans)
         };
-        format.template.check_tools(messages, &chat.tools, false, &text).map_err(|left_out| {
+        format.template.check_tools(messages, &chat.variables, false, &text).map_err(|left_out| {
             let advice = if left_out == LeftOut::Tools { ", or remove them" } else { "" };
             format!("{left_out}\nhelp: use a template that does (--chat-template FILE){advice}")
         })?;
@@ -225,7 +230,7 @@ impl ChatEncoder {
         }
         let endings = Endings { closing: format.closing.as_deref(), tokens: &self.endings };
         let render = |count: usize, prompt: bool| {
-            format.template.render(&Value::from(messages[..count].to_vec()), &chat.tools, prompt)
+            format.template.render(&Value::from(messages[..count].to_vec()), &chat.variables, prompt)
         };
         let mut spans: Vec<Range<usize>> = Vec::new();
         let counted = |index: &usize| has_role(&messages[*index], ASSISTANT) && is_counted(&messages[*index]);
@@ -310,7 +315,7 @@ fn counted_blocks(
             blocks.len()
         } else {
             let beginning = Value::from(messages[..=index].to_vec());
-            format.template.render_marked(&beginning, &chat.tools).map_err(unknown)?.spans.len()
+            format.template.render_marked(&beginning, &chat.variables).map_err(unknown)?.spans.len()
         };
         if count < before || (count > before) != answers {
             let number = i64::try_from(count).unwrap_or(0) - i64::try_from(before).unwrap_or(0);

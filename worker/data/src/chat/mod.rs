@@ -32,7 +32,7 @@ pub(crate) const CHAT_COLUMNS: &[&str] = &[
     "prompt",
     "completion",
     "text",
-    "tools",
+    row::TOOLS,
     "functions",
     "system",
     "system_prompt",

@@ -3,7 +3,7 @@
 use minijinja::value::{Value, ValueKind};
 
 use super::json::{field, parse_json};
-use super::weights;
+use super::{CHAT_COLUMNS, weights};
 
 /// The role of the model.
 pub(crate) const ASSISTANT: &str = "assistant";
@@ -12,6 +12,9 @@ const THOUGHT_FIELDS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"]
 
 /// Fields in which templates find the thoughts, whichever of [`THOUGHT_FIELDS`] a message has.
 pub(crate) const THOUGHTS: [&str; 2] = ["thinking", "reasoning_content"];
+
+/// Field of a row with the schemas of tools, and the name by which templates know them.
+pub(crate) const TOOLS: &str = "tools";
 
 /// Names of roles in ShareGPT's rows, and the role that each stands for.
 const SHAREGPT_ROLES: [(&str, &str); 5] =
@@ -45,8 +48,9 @@ pub(crate) enum Row {
 pub(crate) struct Chat {
     /// Objects with a `role`, in order.
     pub(crate) messages: Vec<Value>,
-    /// Schemas of tools; none if there are none.
-    pub(crate) tools: Value,
+    /// What the template sees beside the messages, by name: the schemas of tools, if there are any, and the fields of
+    /// the row that are not read here.
+    pub(crate) variables: Value,
     /// Number of messages that no loss counts for: those of a prompt.
     pub(crate) prompt: usize,
 }
@@ -62,7 +66,8 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
         kind => return Err(format!("the row is a {kind}; expected an object with `messages`")),
     }
     let field = |name: &str| field(value, name);
-    let tools = tools(field("tools"))?;
+    let tools = tools(field(TOOLS))?;
+    let variables = || variables(value, &tools);
     if field("functions").is_some_and(|functions| functions.is_true()) {
         return Err("`functions` is not read\nhelp: write them as `tools`".into());
     }
@@ -77,16 +82,16 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
     weights::check_row(value)?;
     let system = field("system").or_else(|| field("system_prompt"));
     if let Some(list) = field("messages") {
-        return chat(with_system(trained(&list, "messages")?, system)?, tools, 0);
+        return chat(with_system(trained(&list, "messages")?, system)?, variables(), 0);
     }
     if let Some(list) = field("conversations") {
-        return chat(with_system(conversations(&list)?, system)?, tools, 0);
+        return chat(with_system(conversations(&list)?, system)?, variables(), 0);
     }
     if field("rejected").is_some() && ["completion", "text"].iter().all(|name| field(name).is_none()) {
         return Err(PREFERENCES.into());
     }
     match (field("prompt"), field("completion"), field("text")) {
-        (Some(prompt), Some(completion), _) => pair(&prompt, &completion, system, tools),
+        (Some(prompt), Some(completion), _) => pair(&prompt, &completion, system, variables()),
         (Some(_), None, _) => Err("the row has a `prompt`, but no `completion`".into()),
         (None, Some(_), _) => Err("the row has a `completion`, but no `prompt`".into()),
         (None, None, Some(text)) => {
@@ -170,10 +175,21 @@ fn tools(value: Option<Value>) -> Result<Value, String> {
     }
 }
 
-fn pair(prompt: &Value, completion: &Value, system: Option<Value>, tools: Value) -> Result<Row, String> {
+/// Returns what templates see beside the messages of a row.
+fn variables(row: &Value, tools: &Value) -> Value {
+    let fields = row.try_iter().into_iter().flatten().filter_map(|key| {
+        let name = key.as_str().filter(|name| !CHAT_COLUMNS.contains(name))?;
+        field(row, name).map(|value| (key.clone(), value))
+    });
+    let tools = (!tools.is_none()).then(|| (Value::from(TOOLS), tools.clone()));
+    Value::from_pairs(fields.chain(tools))
+}
+
+fn pair(prompt: &Value, completion: &Value, system: Option<Value>, variables: Value) -> Result<Row, String> {
+    let has_tools = field(&variables, TOOLS).is_some_and(|tools| tools.is_true());
     match (prompt.as_str(), completion.as_str()) {
         (Some(_), Some("")) => Err("`completion` is empty".into()),
-        (Some(_), Some(_)) if system.as_ref().is_some_and(Value::is_true) || tools.is_true() => Err(
+        (Some(_), Some(_)) if system.as_ref().is_some_and(Value::is_true) || has_tools => Err(
             "`system` and `tools` are not read beside a `prompt` that is a string\nhelp: write `prompt` and \
                  `completion` as lists of messages, or remove them"
                 .into(),
@@ -188,7 +204,7 @@ fn pair(prompt: &Value, completion: &Value, system: Option<Value>, tools: Value)
                 return Err("`completion` is empty".into());
             }
             all.extend(answer);
-            chat(all, tools, count)
+            chat(all, variables, count)
         }
         _ => Err(format!(
             "`prompt` is a {} and `completion` a {}; expected two strings or two lists of messages",
@@ -198,7 +214,7 @@ fn pair(prompt: &Value, completion: &Value, system: Option<Value>, tools: Value)
     }
 }
 
-fn chat(messages: Vec<Value>, tools: Value, prompt: usize) -> Result<Row, String> {
+fn chat(messages: Vec<Value>, variables: Value, prompt: usize) -> Result<Row, String> {
     if messages.is_empty() {
         return Err("the chat has no messages".into());
     }
@@ -211,7 +227,7 @@ fn chat(messages: Vec<Value>, tools: Value, prompt: usize) -> Result<Row, String
         Some(_) if !messages[prompt..].iter().any(|message| has_role(message, ASSISTANT)) => {
             Err("the chat has no message of the role `assistant` to train on".into())
         }
-        Some(_) => Ok(Row::Chat(Chat { messages, tools, prompt })),
+        Some(_) => Ok(Row::Chat(Chat { messages, variables, prompt })),
     }
 }
 

@@ -167,15 +167,16 @@ impl Template {
     pub(crate) fn check_tools(
         &self,
         messages: &[Value],
-        tools: &Value,
+        variables: &Value,
         prompt: bool,
         text: &str,
     ) -> Result<(), LeftOut> {
-        let is_same = |messages: &[Value], tools: &Value| {
-            let rendered = self.render(&Value::from(messages.to_vec()), tools, prompt);
+        let is_same = |messages: &[Value], variables: &Value| {
+            let rendered = self.render(&Value::from(messages.to_vec()), variables, prompt);
             rendered.is_ok_and(|rendered| rendered == text)
         };
-        if tools.len().is_some_and(|len| len > 0) && is_same(messages, &Value::from(())) {
+        let has_tools = json::field(variables, row::TOOLS).is_some_and(|tools| tools.is_true());
+        if has_tools && is_same(messages, &context! { tools => (), ..variables.clone() }) {
             return Err(LeftOut::Tools);
         }
         for (index, message) in messages.iter().enumerate() {
@@ -188,7 +189,7 @@ impl Template {
                 message.try_iter().into_iter().flatten().filter(|key| key.as_str() != Some(TOOL_CALLS));
             let pairs = keys.map(|key| (key.clone(), message.get_item(&key).unwrap_or_default()));
             without[index] = Value::from_pairs(pairs);
-            if is_same(&without, tools) {
+            if is_same(&without, variables) {
                 return Err(LeftOut::Calls(index));
             }
         }
@@ -203,17 +204,25 @@ impl Template {
         messages.iter().map(|message| self.content.adapt(message)).collect()
     }
 
-    /// Renders a chat of [adapted](Self::adapted) messages with the schemas of its tools, which may be none.
-    pub(crate) fn render(&self, messages: &Value, tools: &Value, prompt: bool) -> Result<String, String> {
-        render(&self.environment, &self.tokens, messages, tools, prompt)
+    /// Returns whether the template has this word, which may be the name of a variable.
+    pub(crate) fn has_word(&self, name: &str) -> bool {
+        let is_part = |character: char| character.is_alphanumeric() || character == '_';
+        let template = self.environment.get_template(NAME);
+        template.is_ok_and(|template| template.source().split(|c| !is_part(c)).any(|word| word == name))
+    }
+
+    /// Renders a chat of [adapted](Self::adapted) messages. `variables` are further ones by name, such as the schemas
+    /// of tools, or none.
+    pub(crate) fn render(&self, messages: &Value, variables: &Value, prompt: bool) -> Result<String, String> {
+        render(&self.environment, &self.tokens, messages, variables, prompt)
     }
 
     /// Renders a chat, and finds the output of `generation` blocks.
     ///
     /// Each block is written between two characters that the chat does not contain. They are removed again, and what
     /// is left must be the chat as rendered without them: a template may change the output of a block.
-    pub(crate) fn render_marked(&self, messages: &Value, tools: &Value) -> Result<Marked, String> {
-        let text = self.render(messages, tools, false)?;
+    pub(crate) fn render_marked(&self, messages: &Value, variables: &Value) -> Result<Marked, String> {
+        let text = self.render(messages, variables, false)?;
         let unused = |mark: &char| !text.contains(*mark);
         let mut marks = GENERATION_MARKS.filter_map(char::from_u32).filter(unused);
         let (Some(open), Some(close)) = (marks.next(), marks.next()) else {
@@ -225,7 +234,7 @@ impl Template {
             let body = body.call(state, &[])?;
             Ok::<_, Error>(Value::from(format!("{open}{body}{close}")))
         });
-        let marked = render(&environment, &self.tokens, messages, tools, false)?;
+        let marked = render(&environment, &self.tokens, messages, variables, false)?;
         match unmark(&marked, open, close) {
             Some(found) if found.text == text => Ok(found),
             _ => Err("the chat template changes or nests the output of its `generation` blocks, so their place in the \
@@ -239,16 +248,18 @@ fn render(
     environment: &Environment<'_>,
     tokens: &BTreeMap<String, String>,
     messages: &Value,
-    tools: &Value,
+    variables: &Value,
     prompt: bool,
 ) -> Result<String, String> {
+    let values = context! { messages => messages.clone(), add_generation_prompt => prompt };
+    // The first value of a name counts. A row may have fields of any name, also of functions.
     let values = context! {
-        messages => messages.clone(),
-        add_generation_prompt => prompt,
-        tools => tools.clone(),
-        documents => Value::from(()),
+        ..values,
+        ..Value::from(Serde(tokens)),
+        ..Value::from_pairs(environment.globals()),
+        ..variables.clone(),
+        ..context! { tools => (), documents => () }
     };
-    let values = context! { ..values, ..Value::from(Serde(tokens)) };
     let template = environment.get_template(NAME).map_err(|error| error.to_string())?;
     template
         .render(values)

@@ -106,6 +106,11 @@ impl Templates {
         Ok(Self { default, with_tools, tokens: declared, hash: hash(hashed.as_bytes()), copies })
     }
 
+    /// Returns whether a template may read a variable of this name.
+    pub(crate) fn may_read(&self, name: &str) -> bool {
+        [Some(&self.default), self.with_tools.as_ref()].into_iter().flatten().any(|each| each.has_word(name))
+    }
+
     /// Returns the template of chats without tools, and of those with them.
     pub(crate) fn both(&self) -> (&Template, Option<&Template>) {
         (&self.default, self.with_tools.as_ref())

@@ -353,6 +353,32 @@ fn rows_of_other_forms_are_chats_or_texts() {
 }
 
 #[test]
+fn further_fields_of_a_row_are_variables_of_the_template() {
+    let prefix = "{{ style }}{% if not date is defined %}!{% endif %}{% for d in documents or [] %}<{{ d.title }}>\
+                  {% endfor %}{% for _ in range(2) %}.{% endfor %}";
+    let fields = r#"{"style": false, "date": null, "documents": [{"title": "t"}], "range": 7, "eos_token": "x",
+        "add_generation_prompt": true, "#;
+    let row = PLAIN.replacen('{', fields, 1);
+    for template in [CHATML, CHATML_GENERATION] {
+        let expected = trained_on(template, PLAIN).unwrap();
+        let template = format!("{prefix}{template}");
+        assert_eq!(trained_on(&template, &row).unwrap(), expected);
+        let texts = [(PLAIN, "!.."), (row.as_str(), "False!<t>..")].map(|(row, beginning)| {
+            let Outcome::Document { document, .. } = encode(&encoder(&template, None), row).unwrap() else {
+                panic!("no document");
+            };
+            tokenizer().decode(&document.ids).strip_prefix(beginning).map(String::from)
+        });
+        assert!(texts[0].is_some() && texts[0] == texts[1], "{texts:?}");
+    }
+    // Tools are left out although the template reads another field.
+    let with_tools = row.replacen('{', r#"{"tools": [{"name": "f"}], "#, 1);
+    assert!(
+        trained_on(&format!("{prefix}{CHATML}"), &with_tools).unwrap_err().contains("nothing of `tools`")
+    );
+}
+
+#[test]
 fn generation_blocks_belong_to_the_message_that_adds_them() {
     let template = "{% for m in messages %}{% if m.role == 'assistant' %}{% for part in m.content.split('|') if part %}\
                     {% generation %}{{ part }};{% endgeneration %}{% endfor %}{% else %}{{ m.content }}{% endif %}\

@@ -322,11 +322,19 @@ fn parquet(rows: &[&[(&str, Option<&str>)]]) -> Vec<u8> {
 #[test]
 fn rows_of_parquet_files_are_chats() {
     let (question, answer) = (("user", Some("a\"\n")), ("assistant", Some("b")));
-    let prepared =
+    let mut prepared =
         Prepared::new("a.parquet", parquet(&[&[question, answer], &[question, answer, question, answer]]));
     let (manifest, _) = prepared.run().unwrap();
     let turn = "user:a\"\n\nassistant:B\n";
     assert_eq!(prepared.texts(&manifest.train), [turn.to_owned(), turn.repeat(2)]);
+    // A column that the template reads.
+    let template = prepared.dir.path().join("template");
+    fs_err::write(&template, format!("{{{{ id }}}};{TEMPLATE}")).unwrap();
+    let templates = Templates::find("bytes", Some(&template)).unwrap();
+    prepared.options.chat = Some(ChatOptions { templates, max_tokens: None });
+    prepared.options.overwrite = true;
+    let (manifest, _) = prepared.run().unwrap();
+    assert_eq!(prepared.texts(&manifest.train), [format!("0;{turn}"), format!("1;{}", turn.repeat(2))]);
     let incomplete =
         Prepared::new("a.parquet", parquet(&[&[question, answer], &[question, ("assistant", None)]]));
     let error = incomplete.run().unwrap_err().to_string();

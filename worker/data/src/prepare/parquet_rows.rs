@@ -22,7 +22,7 @@ pub(super) fn objects(
     path: &Path,
     columns: &[&str],
     media: &'static [&str],
-    is_more: fn(&str) -> bool,
+    is_more: &dyn Fn(&str) -> bool,
     read: &Arc<AtomicU64>,
 ) -> io::Result<Box<dyn Read>> {
     let select = |fields: &[TypePtr]| {

@@ -227,7 +227,10 @@ impl Reader<'_> {
                 source.into_rows("CSV", |text, _| rows::separated(text, delimiter, column))?
             }
             (Kind::Parquet, Input::File(path)) if path.is_file() && chats => {
-                let rows = |_, read: &_| parquet_rows::objects(path, CHAT_COLUMNS, MEDIA, is_loss_key, read);
+                let chat = self.options.chat.as_ref();
+                let is_more =
+                    |name: &str| is_loss_key(name) || chat.is_some_and(|chat| chat.templates.may_read(name));
+                let rows = |_, read: &_| parquet_rows::objects(path, CHAT_COLUMNS, MEDIA, &is_more, read);
                 source.into_rows("Parquet", rows)?
             }
             (Kind::Parquet, Input::File(path)) if path.is_file() => {
