@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::Value;
+use xlaunch_data::Tokenizer;
 use xlaunch_tests::{Job, Output, Process, requirements, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
     prepared_data_is_shown_and_verified,
     standard_input_is_prepared_as_jsonl,
     wrong_input_ends_with_its_exit_code,
+    tokenizer_with_few_merges_is_opened_without_a_message,
     documents_are_packed_for_training_and_a_resumed_run_continues,
     data_of_more_files_than_a_process_may_open_is_prepared_and_trained_on,
     files_that_are_replaced_during_training_are_read_as_they_were,
@@ -64,6 +66,27 @@ fn prepared_data_is_shown_and_verified() {
     let damaged = data(&job, &["inspect", "out"]);
     assert_eq!(damaged.code, 65);
     assert!(damaged.stderr.contains("out/train_000001.bin: damaged"), "{}", damaged.stderr);
+}
+
+/// The hash library of the fast encoder prints that its first attempt to hash the pairs of these merges fails.
+fn tokenizer_with_few_merges_is_opened_without_a_message() {
+    let job = Job::new();
+    let mut file: Value = serde_json::from_str(&Tokenizer::gpt2().to_json()).unwrap();
+    file["added_tokens"] = Value::Array(Vec::new());
+    let model = &mut file["model"];
+    model["vocab"].as_object_mut().unwrap().retain(|_, id| id.as_u64().unwrap() < 512);
+    model["merges"].as_array_mut().unwrap().truncate(256);
+    let mut last =
+        model["merges"][255].as_array().unwrap().iter().filter_map(Value::as_str).collect::<String>();
+    for (id, letter) in (512..).zip("!zzzzzz".chars()) {
+        model["merges"].as_array_mut().unwrap().push([last.clone(), letter.into()].into_iter().collect());
+        last.push(letter);
+        model["vocab"].as_object_mut().unwrap().insert(last.clone(), id.into());
+    }
+    job.write("tokenizer.json", file.to_string());
+    let prepare = ["prepare", "--tokenizer", "tokenizer.json", "--eot", "none", "--output", "out", "text"];
+    let output = data(&job, &prepare);
+    assert!(output.code == 0 && !output.stderr.contains("slots"), "{}", output.stderr);
 }
 
 fn documents_are_packed_for_training_and_a_resumed_run_continues() {

@@ -3,7 +3,7 @@
 //! The accepted kinds have been compared with `Exact` for all characters: see the tests. All other kinds, and text that
 //! a normalizer would change, are left to `Exact`.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use tokenizers_fast::pipeline::{EncodeOptions, Override, PipelineToken, PipelineTokenizer};
 use unicode_normalization_alignments::UnicodeNormalization;
 
@@ -34,6 +34,7 @@ impl Fast {
             return None;
         }
         let mut file = file.clone();
+        extend_small_tables(&mut file)?;
         if nfc {
             file.remove("normalizer");
         }
@@ -49,7 +50,7 @@ impl Fast {
     pub(super) fn takes(&self, text: &str) -> bool {
         text.is_ascii()
             || ((!self.nfc || text.nfc().map(|(character, _)| character).eq(text.chars()))
-                && !text.chars().any(is_disputed))
+                && !text.chars().any(|character| character == UNUSED || is_disputed(character)))
     }
 
     /// Appends the ids of a text, or of a piece that continues one.
@@ -61,6 +62,14 @@ impl Fast {
         Ok(())
     }
 }
+
+/// Number of keys for which the crate finds a perfect hash at the first attempt. With fewer, an attempt may fail, which
+/// its hash library prints.
+const MANY_KEYS: usize = 150;
+/// Sizes of vocabularies with fewer pairs to hash. Those of the first 512 tokens are not hashed.
+const FEW_PAIRS: std::ops::RangeInclusive<usize> = 513..=2048;
+/// A code point that is not a character. Texts with it are left to `Exact`, so that no text has a token with it.
+const UNUSED: char = '\u{10ffff}';
 
 const OPTIONS: EncodeOptions = EncodeOptions {
     add_special_tokens: false,
@@ -223,6 +232,44 @@ fn isolating_expression(member: &Value) -> Option<&str> {
         _ => false,
     };
     member["pattern"]["Regex"].as_str().filter(|_| isolates)
+}
+
+/// Extends small tables that the crate hashes by tokens that no text has; `None` if the file has such a token itself.
+fn extend_small_tables(file: &mut Map<String, Value>) -> Option<()> {
+    let vocab = file.get("model")?["vocab"].as_object()?.len();
+    if let Some(added) = file.get_mut("added_tokens").and_then(Value::as_array_mut) {
+        // Special tokens are text here.
+        if added.iter().all(|token| token["special"] == true) {
+            added.clear();
+        }
+        if let Some(first) = added.first().and_then(|token| token["content"].as_str()).map(String::from) {
+            // The crate is fastest if all begin alike.
+            added.extend((added.len()..MANY_KEYS).map(|number| {
+                json!({
+                    "id": vocab + number, "content": format!("{first}{UNUSED}{number}"), "special": true,
+                    "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+                })
+            }));
+            // A larger vocabulary would change the ids of these tokens.
+            return Some(());
+        }
+    }
+    if !FEW_PAIRS.contains(&vocab) {
+        return Some(());
+    }
+    let model = file.get_mut("model")?;
+    let (mut token, are_lists) = (String::new(), model["merges"][0].is_array());
+    for id in vocab..vocab + MANY_KEYS + 2 {
+        if !token.is_empty() {
+            let merge = if are_lists { json!([token, UNUSED]) } else { format!("{token} {UNUSED}").into() };
+            model["merges"].as_array_mut()?.push(merge);
+        }
+        token.push(UNUSED);
+        if model["vocab"].as_object_mut()?.insert(token.clone(), id.into()).is_some() {
+            return None;
+        }
+    }
+    Some(())
 }
 
 /// Returns whether the added tokens that are found within text are independent of their surroundings, and consume none

@@ -296,6 +296,45 @@ fn split(patterns: &[&str]) -> Value {
     json!({"type": "Sequence", "pretokenizers": members})
 }
 
+/// For the fast encoder, small tables of a file are extended.
+#[test]
+fn ids_of_files_with_few_tokens_are_those_of_the_exact_encoder() {
+    let byte_level =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let text = "a<0>b<1><11>!\"! #$%&'(\u{e9}";
+    // The second number is that of pairs that are hashed.
+    for (merges, hashed) in [(12_288, 0), (768, 0), (300, 12), (300, 13), (256, 0), (0, 0)] {
+        let mut file: Value = serde_json::from_str(&pairs(&byte_level, &Value::Null)).unwrap();
+        let model = &mut file["model"];
+        model["merges"].as_array_mut().unwrap().truncate(merges);
+        model["vocab"].as_object_mut().unwrap().retain(|_, id| id.as_u64().unwrap() < 256 + merges as u64);
+        for _ in 0..hashed {
+            let vocab = model["vocab"].as_object_mut().unwrap();
+            let last = vocab.iter().max_by_key(|(_, id)| id.as_u64()).unwrap().0.clone();
+            vocab.insert(format!("{last}!"), vocab.len().into());
+            model["merges"].as_array_mut().unwrap().push(json!([last, "!"]));
+        }
+        let vocab = file["model"]["vocab"].as_object().unwrap().len();
+        for special in [12, 11] {
+            let token = |number: usize| {
+                json!({
+                    "id": vocab + number, "content": format!("<{number}>"), "special": number < special,
+                    "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+                })
+            };
+            file["added_tokens"] = (0..12).map(token).collect();
+            let opened = file::open(file.to_string(), &[]).unwrap();
+            let exact = opened.exact.encode(&opened.json, text, true).unwrap();
+            assert_eq!(exact.iter().any(|id| usize::try_from(*id).unwrap() >= vocab), special == 11);
+            let fast = opened.fast.unwrap();
+            assert!(fast.takes(text) && !fast.takes("\u{10ffff}"));
+            let mut ids = Vec::new();
+            fast.encode(text, true, &mut ids).unwrap();
+            assert_eq!(ids, exact, "{vocab} tokens, {special} special");
+        }
+    }
+}
+
 /// A sample of all characters, each within words, numbers, punctuation and white space.
 #[test]
 fn ids_of_the_fast_encoder_are_those_of_the_exact_one() {
