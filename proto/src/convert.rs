@@ -20,13 +20,15 @@ pub enum WireError {
         expected: &'static str,
     },
     /// A field is too long.
-    #[error("field {field} has {got} bytes, at most {limit} are allowed")]
+    #[error("field {field} has {got} {unit}, at most {limit} are allowed")]
     TooLong {
         /// Name in the proto file.
         field: &'static str,
-        /// Bytes received.
+        /// Length received.
         got: usize,
-        /// Maximum number of bytes.
+        /// What the length counts, such as `bytes`.
+        unit: &'static str,
+        /// Maximum length.
         limit: usize,
     },
     /// A number is outside its range.
@@ -189,7 +191,7 @@ pub fn encoded_size(message: &impl prost::Message) -> usize {
 
 fn text(field: &'static str, value: String) -> Result<String, WireError> {
     if value.len() > MAX_TEXT_BYTES {
-        return Err(WireError::TooLong { field, got: value.len(), limit: MAX_TEXT_BYTES });
+        return Err(WireError::TooLong { field, got: value.len(), unit: "bytes", limit: MAX_TEXT_BYTES });
     }
     Ok(value)
 }

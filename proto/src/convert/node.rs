@@ -25,11 +25,10 @@ const MAX_UUID_BYTES: usize = 128;
 /// Default timeout of an examination, in seconds.
 const DEFAULT_EXAMINATION_TIMEOUT: u64 = 600;
 const MAX_EXAMINATION_TIMEOUT: u64 = 86_400;
-/// Maximum number of jobs of an array.
+/// Maximum number of jobs of an array, and of jobs that a job waits for.
 pub const MAX_ARRAY_JOBS: usize = 1000;
 /// Maximum index in an array.
 const MAX_ARRAY_INDEX: u32 = 1_000_000;
-const MAX_DEPENDENCIES: usize = 100;
 /// Maximum time: ten years, in seconds, so that no sum of times overflows.
 const MAX_TIME_SECONDS: u64 = 10 * 366 * 86_400;
 /// Maximum number of cores: more than any node has.
@@ -67,7 +66,7 @@ impl TryFrom<v1::SubmitRequest> for Submit {
     type Error = WireError;
 
     fn try_from(mut wire: v1::SubmitRequest) -> Result<Self, WireError> {
-        within("request_id", wire.request_id.len(), MAX_REQUEST_ID_BYTES)?;
+        within("request_id", wire.request_id.len(), "bytes", MAX_REQUEST_ID_BYTES)?;
         let printable = wire.request_id.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
         if wire.request_id.is_empty() || !printable {
             return Err(content(
@@ -158,7 +157,7 @@ fn check_scheduling(wire: &v1::Scheduling) -> Result<(), WireError> {
         check_signal("warning.signal", signal)?;
         range("warning.seconds_before", Some(seconds_before), 1, MAX_TIME_SECONDS)?;
     }
-    within("after", wire.after.len(), MAX_DEPENDENCIES)?;
+    within("after", wire.after.len(), "jobs", MAX_ARRAY_JOBS)?;
     let unspecified = v1::DependencyCondition::Unspecified;
     if wire.after.iter().any(|dependency| dependency.condition() == unspecified) {
         return Err(content("after.condition", "is missing".into()));
@@ -176,7 +175,7 @@ pub fn check_signal(field: &'static str, signal: i32) -> Result<(), WireError> {
 }
 
 fn check_array_indices(indices: &[u32]) -> Result<(), WireError> {
-    within("array_indices", indices.len(), MAX_ARRAY_JOBS)?;
+    within("array_indices", indices.len(), "indices", MAX_ARRAY_JOBS)?;
     range("array_indices", indices.iter().max().copied().map(u64::from), 0, MAX_ARRAY_INDEX.into())?;
     if indices.iter().collect::<BTreeSet<_>>().len() != indices.len() {
         return Err(content("array_indices", "has an index twice".into()));
@@ -187,7 +186,7 @@ fn check_array_indices(indices: &[u32]) -> Result<(), WireError> {
 fn check_environment(variables: &[Vec<u8>]) -> Result<(), WireError> {
     // The length includes terminating zeros, as the kernel counts arguments and environment.
     let bytes = variables.iter().map(|variable| variable.len() + 1).sum();
-    within("environment", bytes, MAX_ENVIRONMENT_BYTES)?;
+    within("environment", bytes, "bytes", MAX_ENVIRONMENT_BYTES)?;
     for variable in variables {
         let name = variable.iter().position(|byte| *byte == b'=');
         if name.is_none_or(|end| end == 0) || variable.contains(&0) {
@@ -218,7 +217,7 @@ fn work(work: Option<v1::submit_request::Work>) -> Result<Work, WireError> {
 
 /// Checks text that must be displayable on one line.
 fn check_text(field: &'static str, value: &str, limit: usize) -> Result<(), WireError> {
-    within(field, value.len(), limit)?;
+    within(field, value.len(), "bytes", limit)?;
     let shown = !value.chars().any(char::is_control);
     shown.then_some(()).ok_or_else(|| content(field, "has control characters".into()))
 }
@@ -229,9 +228,9 @@ fn range(field: &'static str, got: Option<u64>, least: u64, most: u64) -> Result
     Err(WireError::Range { field, got, expected })
 }
 
-fn within(field: &'static str, got: usize, limit: usize) -> Result<(), WireError> {
+fn within(field: &'static str, got: usize, unit: &'static str, limit: usize) -> Result<(), WireError> {
     if got > limit {
-        return Err(WireError::TooLong { field, got, limit });
+        return Err(WireError::TooLong { field, got, unit, limit });
     }
     Ok(())
 }
@@ -338,8 +337,9 @@ mod tests {
         starts(check(&|wire| wire.warning = warning), "warning.seconds_before");
         let dependency = v1::Dependency { job: 1, ..Default::default() };
         starts(check(&|wire| wire.after = vec![dependency]), "after.condition");
-        let after = vec![v1::Dependency::default(); MAX_DEPENDENCIES + 1];
-        starts(check(&|wire| wire.after.clone_from(&after)), "after");
+        let after = vec![v1::Dependency::default(); MAX_ARRAY_JOBS + 1];
+        let too_many = "field after has 1001 jobs, at most 1000 are allowed";
+        assert_eq!(check(&|wire| wire.after.clone_from(&after)), too_many);
         starts(refusal(|wire| wire.array_indices = vec![3, 3]), "array_indices");
         starts(refusal(|wire| wire.array_indices = vec![MAX_ARRAY_INDEX + 1]), "array_indices");
         starts(refusal(|wire| wire.array_indices = (0..1001).collect()), "array_indices");
