@@ -107,7 +107,7 @@ impl Account {
             ended_unix_ms: self.ended_unix_ms,
             gpu_seconds: self.gpu_seconds,
             cpu_seconds: self.usage.map(|usage| seconds(usage.cpu_ms)),
-            peak_memory_bytes: self.usage.map(|usage| usage.peak_memory_bytes),
+            peak_memory_bytes: self.usage.and_then(|usage| usage.peak_memory_bytes),
         }
     }
 }
@@ -333,7 +333,7 @@ mod tests {
     use super::*;
 
     fn account(order: u64, uid: u32) -> Account {
-        let usage = order.is_multiple_of(2).then_some(Usage { cpu_ms: 5000, peak_memory_bytes: 6 });
+        let usage = order.is_multiple_of(2).then_some(Usage { cpu_ms: 5000, peak_memory_bytes: None });
         let (user, state) = (format!("u{uid}"), "done".into());
         Account {
             order,
@@ -365,6 +365,7 @@ mod tests {
         assert_eq!(accounting.ids().unwrap(), [1, 2, 3].into());
         let all = accounting.query(&Query::default()).unwrap().accounts;
         assert_eq!(all.iter().map(|it| it.cpu_seconds).collect::<Vec<_>>(), [None, Some(5.0), None]);
+        assert_eq!(all[1].peak_memory_bytes, None, "without a memory controller");
         assert_eq!(all[0].state(), NodeJobState::Done);
         let of = |uid, name: &str| Query { owner: Some((uid, name.into())), ..Query::default() };
         assert_eq!(jobs(&accounting, &of(7, "u7")), [1, 3]);

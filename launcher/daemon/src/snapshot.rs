@@ -72,7 +72,7 @@ pub(super) fn job(
             (job.gpus, job.exit_code) = (gpus.clone(), exit.map(u32::from));
             (job.started_unix_ms, job.ended_unix_ms) = (shown(*started, skew), shown(*at, skew));
             job.cpu_seconds = usage.map(|usage| seconds(usage.cpu_ms));
-            job.peak_memory_bytes = usage.map(|usage| usage.peak_memory_bytes);
+            job.peak_memory_bytes = usage.and_then(|usage| usage.peak_memory_bytes);
         }
     }
     job

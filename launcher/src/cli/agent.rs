@@ -251,7 +251,7 @@ fn usage(sampled_peak: u64) -> Option<Usage> {
     let cpu_ms = (used.user_time() + used.system_time()).num_milliseconds();
     let peak = u64::try_from(used.max_rss()).unwrap_or(0) * 1024;
     let cpu_ms = u64::try_from(cpu_ms).unwrap_or(0);
-    Some(Usage { cpu_ms, peak_memory_bytes: sampled_peak.max(peak) })
+    Some(Usage { cpu_ms, peak_memory_bytes: Some(sampled_peak.max(peak)) })
 }
 
 /// The job description with the devices that the daemon has chosen.

@@ -36,8 +36,9 @@ pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
         let meaning = known.map_or_else(String::new, |exit| format!(" ({})", exit.meaning()));
         out += &format!("exit code {code}{meaning}\n");
     }
-    if let (Some(cpu), Some(memory)) = (job.cpu_seconds, job.peak_memory_bytes) {
-        out += &format!("used {} of CPU time, {} of memory at most\n", rough_time_text(cpu), bytes(memory));
+    if let Some(cpu) = job.cpu_seconds {
+        let memory = job.peak_memory_bytes.map(|peak| format!(", {} of memory at most", bytes(peak)));
+        out += &format!("used {} of CPU time{}\n", rough_time_text(cpu), memory.unwrap_or_default());
     }
     if !job.report.is_empty() {
         out += &format!("\n{}\n", job.report.trim_end());
@@ -240,6 +241,8 @@ mod tests {
         (status.kind, status.state) = (JobKind::Command.into(), JobState::Failed.into());
         (status.ranks[0].state, status.ranks[0].exit) = (RankState::Exited.into(), "exit code 76".into());
         insta::assert_snapshot!("ended-command", text(&done, 1_245_000, 100));
+        done.peak_memory_bytes = None;
+        assert!(text(&done, 1_245_000, 100).contains("\nused 1m30s of CPU time\n"));
     }
 
     #[test]

@@ -299,8 +299,8 @@ impl Unit {
         Some(Usage {
             cpu_ms: known(service.cpu_usage_nsec().await)? / 1_000_000,
             peak_memory_bytes: match known(service.memory_peak().await) {
-                Some(peak) => peak,
-                None => known(service.memory_current().await).unwrap_or(0),
+                None => known(service.memory_current().await),
+                peak => peak,
             },
         })
     }

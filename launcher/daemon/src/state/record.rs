@@ -13,7 +13,9 @@ pub(crate) const MAX_TEXT_BYTES: usize = 4096;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
     pub cpu_ms: u64,
-    pub peak_memory_bytes: u64,
+    /// `None` if unknown: the unit has no memory controller.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peak_memory_bytes: Option<u64>,
 }
 
 /// A change of a job or the node. Times are in milliseconds on the node's clock (`clock`). Later versions only add
