@@ -486,7 +486,8 @@ fn damaged_note(path: &Path, lines: &[usize], header: bool, copy: &Path) -> Stri
         let listed: Vec<_> = lines.iter().take(MAX_LISTED_LINES).map(usize::to_string).collect();
         let more = lines.len() - listed.len();
         let more = if more == 0 { String::new() } else { format!(" and {more} more") };
-        what.push(format!("removed damaged lines {}{more}", listed.join(", ")));
+        let noun = if lines.len() == 1 { "line" } else { "lines" };
+        what.push(format!("removed damaged {noun} {}{more}", listed.join(", ")));
     }
     format!("{}: {}; the damaged file is kept as {}", path.display(), what.join("; "), copy.display())
 }

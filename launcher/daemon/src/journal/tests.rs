@@ -322,12 +322,16 @@ fn damage_is_reported_and_damaged_file_kept() {
     let copy = note.rsplit("kept as ").next().unwrap();
     assert_eq!(fs_err::read(copy).unwrap(), bytes);
 
+    lines[2][12] ^= 1;
+    let replay = open_bytes(dir.path(), &lines.concat()).unwrap();
+    assert!(replay.notes[0].contains("removed damaged line 7;"), "{replay:?}");
+
     let replay = open_bytes(dir.path(), &lines[1..2].concat()).unwrap();
     assert!(replay.notes[0].contains("the header is missing"), "{replay:?}");
     assert_eq!(replay.records, [record(0)]);
     let replay = open_bytes(dir.path(), &[b"no journal\n".repeat(13), lines[1].clone()].concat()).unwrap();
     assert!(replay.notes[0].contains("9, 10 and 3 more"), "{replay:?}");
-    assert_eq!(copies(dir.path()).len(), 3, "each copy has its own name");
+    assert_eq!(copies(dir.path()).len(), 4, "each copy has its own name");
     let replay = open_bytes(dir.path(), &[b"bad\n".repeat(10), lines[1].clone()].concat()).unwrap();
     assert!(replay.notes[0].contains("lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10; the damaged"), "{replay:?}");
 }
