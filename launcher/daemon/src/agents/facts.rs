@@ -32,7 +32,8 @@ impl Facts {
                 variables.push(("START", start.to_string()));
                 variables.push(("GPUS", gpus.join(",")));
             }
-            Phase::Ended { end, exit, reason, gpus, .. } => {
+            Phase::Ended { end, exit, reason, gpus, start, .. } => {
+                variables.extend((*start > 0).then(|| ("START", start.to_string())));
                 variables.push(("GPUS", gpus.join(",")));
                 variables.push(("STATE", NodeJobState::from(*end).label().to_owned()));
                 variables.extend(exit.map(|exit| ("EXIT_CODE", exit.to_string())));

@@ -150,6 +150,7 @@ mod tests {
         let mut jobs = Jobs::default();
         let submitted = Submitted { job: 7, uid: 1, name: "n".into(), workers: 2, ..Submitted::default() };
         jobs.apply(Record::Submitted(Box::new(submitted)));
+        jobs.apply(Record::Starting { job: 7, start: 4, gpus: vec![], boot: String::new(), at: 1 });
         jobs.apply(Record::Ended {
             job: 7,
             end: End::Failed,
@@ -177,7 +178,7 @@ mod tests {
     async fn hook_gets_the_facts_of_the_job() {
         let script = "test \"$XLAUNCH_JOB_ID-$XLAUNCH_JOB_STATE-$XLAUNCH_JOB_EXIT_CODE-$XLAUNCH_JOB_WORKERS\" = \
                       7-failed-3-2 && test \"$XLAUNCH_HOOK_JOB_REASON\" = 'x[2Jy' && \
-                      test \"$XLAUNCH_HOOK_JOB_ID\" = 7 && test -z \"$HOME\"";
+                      test \"$XLAUNCH_HOOK_JOB_ID-$XLAUNCH_HOOK_JOB_START\" = 7-4 && test -z \"$HOME\"";
         run(script, Duration::from_secs(60)).await.unwrap();
     }
 

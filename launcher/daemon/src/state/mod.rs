@@ -74,6 +74,8 @@ pub(crate) enum Phase {
         reason: String,
         report: String,
         gpus: Vec<String>,
+        /// Number of the last start, counted from 1; 0 if the job ended in the queue.
+        start: u32,
         started: u64,
         at: u64,
         /// Sequence number among the ended jobs of the node, counted from 1. Times cannot be used instead, as clocks
@@ -166,11 +168,12 @@ impl Jobs {
                 }
             }
             Record::Ended { job, end, exit, reason, report, at, order, usage } => {
-                let Some((gpus, started)) = self.leave(job, at) else { return };
+                let Some((gpus, start, started)) = self.leave(job, at) else { return };
                 self.ended = self.ended.saturating_add(1);
                 let order = if order > 0 { order } else { self.ended };
                 if let Some(entry) = self.jobs.get_mut(&job) {
-                    entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage };
+                    entry.phase =
+                        Phase::Ended { end, exit, reason, report, gpus, start, started, at, order, usage };
                     self.unaccounted.insert(job);
                 }
                 self.settle_dependents(job, end);
@@ -239,15 +242,15 @@ impl Jobs {
     }
 
     /// Takes a job out of its phase, and charges its user for the time until `at`. Returns the GPUs that an active job
-    /// held and its start time; no GPUs and 0 for a queued job; `None` for an ended one.
-    fn leave(&mut self, job: u64, at: u64) -> Option<(Vec<String>, u64)> {
+    /// held, the number of its start and its time; no GPUs and 0 for a queued job; `None` for an ended one.
+    fn leave(&mut self, job: u64, at: u64) -> Option<(Vec<String>, u32, u64)> {
         let entry = self.jobs.get_mut(&job)?;
         match &mut entry.phase {
-            Phase::Queued { .. } => Some((Vec::new(), 0)),
-            Phase::Active { gpus, at: started, .. } => {
+            Phase::Queued { .. } => Some((Vec::new(), 0, 0)),
+            Phase::Active { start, gpus, at: started, .. } => {
                 self.active.remove(&job);
                 self.usage.charge(&entry.submitted, *started, at);
-                Some((std::mem::take(gpus), *started))
+                Some((std::mem::take(gpus), *start, *started))
             }
             Phase::Ended { .. } => None,
         }
@@ -419,8 +422,9 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
             let marks = warned.into_iter().chain(over_limit).chain(cancelled);
             std::iter::once(starting(*start, gpus, boot, *at)).chain(marks).collect()
         }
-        Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage } => {
-            let started = (*started > 0 || !gpus.is_empty()).then(|| starting(1, gpus, "", *started));
+        Phase::Ended { end, exit, reason, report, gpus, start, started, at, order, usage } => {
+            let has_started = *start > 0 || *started > 0 || !gpus.is_empty();
+            let started = has_started.then(|| starting(*start, gpus, "", *started));
             let (reason, report) = (reason.clone(), report.clone());
             let (end, exit, at, order, usage) = (*end, *exit, *at, *order, *usage);
             let ended = Record::Ended { job, end, exit, reason, report, at, order, usage };
