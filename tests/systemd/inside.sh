@@ -512,10 +512,11 @@ echo 'nonsense = 1' >> /etc/xlaunch/daemon.toml
 systemctl restart $service 2> /dev/null && fail "it starts with an invalid configuration"
 expect "the exit code" 2 "$(show ExecMainStatus)"
 expect "restarts with an invalid configuration" 0 "$(show NRestarts)"
+if as alice timeout 15 xlaunch jobs > /dev/null 2>&1; then fail "a daemon with an invalid configuration answers"; fi
+expect "the socket of a daemon with an invalid configuration" active "$(systemctl is-active xlaunch.socket)"
 sed -i '/^nonsense/d' /etc/xlaunch/daemon.toml
-systemctl reset-failed $service xlaunch.socket
-systemctl start xlaunch.socket $service
-step "an invalid configuration is refused once, without restarts"
+as alice xlaunch jobs > /dev/null || fail "the daemon does not start with the corrected configuration"
+step "an invalid configuration is refused without restarts; the socket starts the daemon when it is corrected"
 
 # Another state directory, where the confined service may write only after the operator has followed the message.
 other=/srv/xlaunch

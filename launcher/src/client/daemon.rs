@@ -374,7 +374,10 @@ impl DaemonClient {
             Code::DeadlineExceeded => (ExitCode::Retryable, self.timed_out()),
             // Only the client's side attaches a source to a status: the connection broke.
             _ if std::error::Error::source(status).is_some() => {
-                let message = format!("lost the connection to the daemon at {socket}: it may be restarting");
+                let message = format!(
+                    "lost the connection to the daemon at {socket}: it may be restarting{}",
+                    hint(&self.socket)
+                );
                 (ExitCode::Retryable, message)
             }
             Code::Unimplemented => {
@@ -396,11 +399,18 @@ impl DaemonClient {
 
     fn timed_out(&self) -> String {
         format!(
-            "the daemon at {} did not answer within {} s: it may be stopped, or the machine overloaded",
+            "the daemon at {} did not answer within {} s: it may be stopped, or the machine overloaded{}",
             self.socket.display(),
-            DAEMON_CALL_TIMEOUT.as_secs()
+            DAEMON_CALL_TIMEOUT.as_secs(),
+            hint(&self.socket)
         )
     }
+}
+
+/// Returns the end of a message about a daemon that does not answer: where to look. systemd accepts connections to the
+/// node's daemon even if that does not start.
+fn hint(socket: &Path) -> &'static str {
+    if socket == Path::new(SYSTEM_SOCKET) { "; `systemctl status xlaunch` shows its state" } else { "" }
 }
 
 /// Returns whether the request or its reply was lost, so that repeating an idempotent call may succeed.
@@ -467,6 +477,17 @@ mod tests {
         let own = "/run/user/7/xlaunch.sock /run/xlaunch/xlaunch.sock";
         assert_eq!(sockets(None, &variables[1..]), own);
         assert_eq!(sockets(None, &[("XLAUNCH_SOCKET", ""), variables[1]]), own);
+    }
+
+    #[tokio::test]
+    async fn message_about_the_nodes_daemon_names_its_unit() {
+        let message = |socket: &str| {
+            let channel = tonic::transport::Endpoint::from_static("http://unused").connect_lazy();
+            DaemonClient { socket: socket.into(), client: NodeClient::new(channel) }.timed_out()
+        };
+        let status = "; `systemctl status xlaunch` shows its state";
+        assert!(message(SYSTEM_SOCKET).ends_with(status), "{}", message(SYSTEM_SOCKET));
+        assert!(!message("/a.sock").contains(status), "{}", message("/a.sock"));
     }
 
     #[test]
