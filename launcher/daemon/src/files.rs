@@ -44,11 +44,11 @@ use xlaunch_proto::v1::StatusReply;
 use super::access_list::allow_user;
 use super::allowed_variables;
 use super::safe_open;
-use super::state::Element;
+use super::state::{Element, JobResult};
 use super::trash::Trash;
 use super::trusted_path;
 pub use durable::{is_full, remove_if_present, reserve_result, write, write_result};
-pub use records::{AgentRecord, Description, JobResult, PROTOCOL, ProcessId, RESULT, STATUS};
+pub use records::{AgentRecord, Description, PROTOCOL, ProcessId, RESULT, STATUS};
 
 const AGENT_RECORD: &str = "agent.json";
 /// Limit on the bytes read from a file of a job's user.

@@ -12,14 +12,14 @@ use xlaunch_proto::v1::{Job, NodeStatus, Restart, StatusReply};
 
 use crate::allowed_variables;
 use crate::commands::CommandError;
-use crate::files::{Description, JobResult};
+use crate::files::Description;
 use crate::gpus::Inventory;
 use crate::journal::lines::{self, State};
 use crate::runtime::JobRuntime;
 use crate::snapshot;
 use crate::state::evaluate::AdmissionRules;
 use crate::state::schedule::{GpuSlot, Resources, schedule};
-use crate::state::{End, Jobs, Record, Submitted, bounded};
+use crate::state::{End, JobResult, Jobs, Record, Submitted, bounded};
 use crate::submission::{self, NodeLimits};
 use crate::view::{Caller, JobView, NodeView};
 use crate::web::{api, metrics};

@@ -34,6 +34,8 @@ pub(super) enum Stop {
 pub(super) struct JobRuntime {
     /// True if the agent has begun.
     pub(super) runs: bool,
+    /// Time at which this daemon has recorded the end of the job.
+    pub(super) ended: Option<Instant>,
     /// Set to stop the job.
     pub(super) stop: watch::Sender<Stop>,
     /// The reason why the job is killed, if that was not requested by a user.

@@ -54,12 +54,12 @@ pub(super) fn job(
             let runs = runtime.is_some_and(|runtime| runtime.runs);
             job.set_state(match (cancelled, runs) {
                 (Some(_), _) => NodeJobState::Stopping,
-                (None, _) if *over_limit => NodeJobState::Stopping,
+                (None, _) if over_limit.is_some() => NodeJobState::Stopping,
                 (None, true) => NodeJobState::Running,
                 (None, false) => NodeJobState::Starting,
             });
             job.reason = match cancelled {
-                _ if *over_limit => submitted.limit_reached(),
+                _ if over_limit.is_some() => submitted.limit_reached(),
                 Some(by) => format!("cancelled by user {}", jobs.user_label(by.uid, &by.user)),
                 None => String::new(),
             };

@@ -33,8 +33,9 @@ use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::stderr::print_line;
 use xlaunch_agent::workload::command::stop_signals;
 use xlaunch_agent::workload::trainer::STOP_SIGNALS;
-use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
-use xlaunch_daemon::state::Usage;
+use xlaunch_daemon::files::{self, Description, PROTOCOL};
+use xlaunch_daemon::state::{JobResult, Usage};
+use xlaunch_host::clock;
 use xlaunch_host::devices::{self, Node};
 use xlaunch_host::signals::Signals;
 use xlaunch_spec::refusal::Refusal;
@@ -126,7 +127,7 @@ fn environment(description: &Description) -> BTreeMap<OsString, OsString> {
 impl Start {
     async fn finish(self) -> ExitCode {
         let ended = self.work().await;
-        let result = self.result(ended.as_ref());
+        let result = JobResult { uptime_ms: clock::uptime_ms(), ..self.result(ended.as_ref()) };
         let status = ended.as_ref().map(|ended| ended.status.encode_to_vec()).unwrap_or_default();
         if let Err(error) = files::write(&self.dir, files::STATUS, &status) {
             report_failure(&format!("failed to write the last status of the job: {error}"));
@@ -231,6 +232,7 @@ impl Start {
                 attempt: ending.status.attempt,
                 start,
                 usage: usage(ending.peak_memory_bytes),
+                ..JobResult::default()
             },
             Err(Refusal { exit, message }) => JobResult {
                 exit: exit.code(),

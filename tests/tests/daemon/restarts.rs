@@ -10,6 +10,7 @@ xlaunch_harness::tests! {
     past_restarts_of_a_job_survive_restart_of_the_daemon,
     training_is_not_disturbed_by_kills_of_the_daemon,
     hundred_daemon_restarts_neither_lose_nor_repeat_jobs,
+    job_that_ends_without_a_daemon_keeps_its_result_and_end,
     killed_agent_leaves_lost_job_and_no_process,
     agent_terminated_from_outside_is_not_cancelled_and_its_job_is_requeued,
     job_of_an_earlier_boot_is_lost_and_no_process_is_signalled,
@@ -112,6 +113,34 @@ fn hundred_daemon_restarts_neither_lose_nor_repeat_jobs() {
         assert_eq!(done["exit_code"], 0, "{done}");
     }
     assert_eq!(node.lines("ran").len(), jobs.len());
+}
+
+/// Tests jobs whose time limit passes after their end, before the next daemon is started or continued.
+fn job_that_ends_without_a_daemon_keeps_its_result_and_end() {
+    let mut node = Node::new("");
+    for (signal, file) in [(Signal::KILL, "killed"), (Signal::STOP, "suspended")] {
+        let script = format!("while ! [ -e {file} ]; do sleep 0.02; done");
+        let job = node.submit(&["--time", "3s", "--", "sh", "-c", &script]);
+        let next = node.submit(&["--after", &job.to_string(), "--", "true"]);
+        node.wait(job, "running");
+        if signal == Signal::KILL {
+            drop(node.stop_daemon(signal))
+        } else {
+            node.daemon().signal(signal)
+        }
+        node.write(file, "");
+        std::thread::sleep(Duration::from_millis(3200));
+        if signal == Signal::KILL {
+            node.start_daemon()
+        } else {
+            node.daemon().signal(Signal::CONT)
+        }
+        let done = node.wait(job, "done");
+        let time = |key: &str| done[key].as_u64().unwrap();
+        assert_eq!(done["exit_code"], 0, "{done}");
+        assert!(time("ended_unix_ms") - time("started_unix_ms") < 3000, "{done}");
+        node.wait(next, "done");
+    }
 }
 
 fn killed_agent_leaves_lost_job_and_no_process() {

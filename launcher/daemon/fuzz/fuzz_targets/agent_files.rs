@@ -13,9 +13,9 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
 use serde_json::json;
-use xlaunch_daemon::files::{AgentRecord, JobResult};
+use xlaunch_daemon::files::AgentRecord;
 use xlaunch_daemon::fuzz::{History, page_and_metrics};
-use xlaunch_daemon::state::Submitted;
+use xlaunch_daemon::state::{JobResult, Submitted};
 use xlaunch_daemon::view::JobView;
 use xlaunch_proto::v1::{
     Job, JobKind, JobState, Progress, RankState, RankStatus, Restart, StatusReply, StepTimes, Totals,

@@ -28,12 +28,13 @@ use super::hooks::Moment;
 use super::start::JobStart;
 use super::{Agent, AgentStarter};
 use crate::config::HooksSection;
-use crate::files::{AgentRecord, JobDirs, JobResult, is_full};
+use crate::files::{AgentRecord, JobDirs, is_full};
 use crate::runtime::Stop;
-use crate::state::Usage;
 use crate::state::limits::AGENT_STOP_MARGIN;
+use crate::state::{JobResult, Usage};
 use crate::users;
 use xlaunch_agent::registry::SOCKET;
+use xlaunch_host::clock;
 
 /// Time for an agent to read its description. Longer than the agent itself waits for space on a full disk.
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(60);
@@ -136,7 +137,7 @@ impl Follower {
                 let failure = self.begin(&agent, None).await;
                 self.watch(agent, failure.map(|_| None)).await
             }
-            None if self.has_begun() => self.result(None),
+            None if self.has_begun() => self.result(None, 0),
             // No epilog here: the prolog runs again when the job is started again.
             None => return AgentEvent::NotStarted(None),
         };
@@ -246,18 +247,18 @@ impl Follower {
     /// Watches the agent until it has exited. `failure` is set if the agent has not begun; the inner value is the
     /// reason if that is a failure.
     async fn watch(&self, agent: Agent, failure: Option<Option<String>>) -> AgentEvent {
-        let mut usage = None;
+        let (mut usage, mut seen) = (None, 0);
         let last = match failure {
             None => {
                 let _ = self.events.send((self.job_start.job, AgentEvent::Started)).await;
-                self.poll(&agent, &mut usage).await;
+                self.poll(&agent, &mut usage, &mut seen).await;
                 usage = later(usage, agent.usage().await);
-                self.result(usage)
+                self.result(usage, seen)
             }
             Some(reason) => {
                 agent.exited().await;
                 // The agent may have begun at the last moment.
-                if self.has_begun() { self.result(agent.usage().await) } else { self.not_started(reason) }
+                if self.has_begun() { self.result(agent.usage().await, 0) } else { self.not_started(reason) }
             }
         };
         agent.release().await;
@@ -278,8 +279,9 @@ impl Follower {
         }
     }
 
-    /// Polls the agent's status and usage, and stops the agent on request, until it has exited.
-    async fn poll(&self, agent: &Agent, usage: &mut Option<Usage>) {
+    /// Polls the agent's status and usage, and stops the agent on request, until it has exited. `seen` is set to the
+    /// time since the boot at which it was last seen running.
+    async fn poll(&self, agent: &Agent, usage: &mut Option<Usage>, seen: &mut u64) {
         let mut poll = tokio::time::interval(STATUS_POLL_INTERVAL);
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let socket = self.dirs.agent(self.job_start.job).join(SOCKET);
@@ -311,6 +313,10 @@ impl Follower {
                     }
                 }
                 _ = poll.tick() => {
+                    let now = clock::uptime_ms();
+                    if agent.runs() {
+                        *seen = now;
+                    }
                     if kill_at.is_some_and(|kill_at| Instant::now() > kill_at) {
                         agent.kill().await;
                     }
@@ -353,11 +359,17 @@ impl Follower {
         }
     }
 
-    /// Returns the result of an agent that has begun and exited.
-    fn result(&self, usage: Option<Usage>) -> AgentEvent {
+    /// Returns the result of an agent that has begun and exited. At `seen` it was still running, whatever time its
+    /// result names.
+    fn result(&self, usage: Option<Usage>, seen: u64) -> AgentEvent {
         let result = self.dirs.result(self.job_start.job, self.job_start.uid);
         match result.filter(|result| result.start == self.job_start.start) {
-            Some(result) => AgentEvent::Ended(result, usage),
+            Some(mut result) => {
+                if result.uptime_ms > 0 {
+                    result.uptime_ms = result.uptime_ms.max(seen);
+                }
+                AgentEvent::Ended(result, usage)
+            }
             None if self.dirs.are_gone(self.job_start.job) => AgentEvent::Lost(
                 "its files were removed while it ran, so its result is unknown".into(),
                 usage,
@@ -451,6 +463,20 @@ mod tests {
         std::fs::write(dir.join("agent.log"), "first\nno space left\x1b[2J\n\n").unwrap();
         follower.job_start.uid = rustix::process::getuid().as_raw();
         assert_eq!(not_started(&follower), format!("{begin}: no space left\\u{{1b}}[2J"));
+    }
+
+    #[tokio::test]
+    async fn result_does_not_name_an_end_before_the_agent_was_last_seen() {
+        let state = tempfile::tempdir().unwrap();
+        let (follower, _manager) = follower(state.path(), "", mpsc::channel(1).0);
+        std::fs::create_dir_all(follower.dirs.agent(1)).unwrap();
+        for (named, end) in [(50, 60), (70, 70), (0, 0)] {
+            let result = JobResult { start: 1, uptime_ms: named, ..JobResult::default() };
+            let file = follower.dirs.agent(1).join(crate::files::RESULT);
+            std::fs::write(file, serde_json::to_vec(&result).unwrap()).unwrap();
+            let expected = JobResult { uptime_ms: end, ..result };
+            assert_eq!(follower.result(None, 60), AgentEvent::Ended(expected, None));
+        }
     }
 
     /// Tests a unit that is found in systemd's list after journal and files were lost.

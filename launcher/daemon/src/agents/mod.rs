@@ -134,6 +134,14 @@ impl Agent {
         }
     }
 
+    /// Returns whether the agent is known to run at this moment.
+    pub(crate) fn runs(&self) -> bool {
+        match self {
+            Self::Process(process) => process.runs(),
+            Self::Unit(unit) => unit.runs(),
+        }
+    }
+
     /// Sends SIGKILL to all processes of the unit, or to the agent process, whose reaper then kills the workers.
     pub(crate) async fn kill(&self) {
         match self {

@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::io::unix::AsyncFd;
 
@@ -46,6 +47,11 @@ impl AgentProcess {
         let _ = self.pidfd.readable().await;
     }
 
+    /// Returns whether the process runs. Asks the kernel: the reactor may be behind, as after a suspension of the daemon.
+    pub(super) fn runs(&self) -> bool {
+        is_alive(&self.pidfd)
+    }
+
     /// Sends SIGKILL. The agent's reaper then kills the workers.
     pub(super) fn kill(&self) {
         // The process may have exited.
@@ -69,6 +75,12 @@ pub(super) fn open(pid: u32) -> Option<AsyncFd<OwnedFd>> {
     sys::register(pidfd_open(pid, PidfdFlags::empty()).ok()?)
 }
 
+/// Returns whether the process of a pidfd runs.
+pub(super) fn is_alive(pidfd: &AsyncFd<OwnedFd>) -> bool {
+    let mut polled = [PollFd::new(pidfd.get_ref(), PollFlags::IN)];
+    matches!(poll(&mut polled, Some(&Timespec::default())), Ok(0))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -77,7 +89,7 @@ mod tests {
     async fn process_must_match_start_time_and_boot() {
         let own = Process::own().unwrap();
         let id = |started, boot: String| ProcessId { pid: own.pid, started, boot };
-        assert!(AgentProcess::find(&id(own.started, crate::boot_id())).is_some());
+        assert!(AgentProcess::find(&id(own.started, crate::boot_id())).is_some_and(|own| own.runs()));
         assert!(AgentProcess::find(&id(own.started + 1, crate::boot_id())).is_none());
         assert!(AgentProcess::find(&id(own.started, "another".into())).is_none());
     }

@@ -284,6 +284,11 @@ impl Unit {
         }
     }
 
+    /// Returns whether the main process is known and runs.
+    pub(super) fn runs(&self) -> bool {
+        self.main.as_ref().is_some_and(process::is_alive)
+    }
+
     /// Kills all processes of the unit.
     pub(super) async fn kill(&self) {
         if let Ok(manager) = ManagerProxy::new(&self.bus).await {

@@ -22,7 +22,7 @@ pub fn write(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     finish(file, bytes, &new, &dir.join(name))
 }
 
-/// Allocates space for the [`JobResult`](super::JobResult), so that it can be written even if the disk is full.
+/// Allocates space for the [`JobResult`](crate::state::JobResult), so that it can be written even if the disk is full.
 pub fn reserve_result(dir: &Path) -> io::Result<()> {
     let new = new_file(dir, RESULT);
     remove_if_present(&new)?;
@@ -34,7 +34,7 @@ pub fn reserve_result(dir: &Path) -> io::Result<()> {
     }
 }
 
-/// Writes the [`JobResult`](super::JobResult) into the space that was allocated for it, atomically and durably.
+/// Writes the [`JobResult`](crate::state::JobResult) into the space that was allocated for it, atomically and durably.
 pub fn write_result(dir: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = new_file(dir, RESULT);
     // The job may have replaced the file by a link or a pipe.

@@ -8,14 +8,12 @@ use serde::{Deserialize, Serialize};
 use xlaunch_host::process::Process;
 use xlaunch_proto::convert::node::Work;
 
-use crate::state::Usage;
-
 /// Version of the files that daemon and agent exchange. Since 2, a command is a `CommandSpec` instead of a command
 /// line. Since 3, the agent waits for its description and does not run in the job's environment.
 pub const PROTOCOL: u32 = 3;
 /// Name of the file with the agent's last `StatusReply`.
 pub const STATUS: &str = "status.pb";
-/// Name of the file with the [`JobResult`].
+/// Name of the file with the [`JobResult`](crate::state::JobResult).
 pub const RESULT: &str = "result.json";
 
 /// Describes a job to its agent, which reads this from standard input.
@@ -83,21 +81,4 @@ impl ProcessId {
         let is_same = self.boot == crate::boot_id() && process.started == self.started && !process.ended();
         is_same.then(|| (found.uid(), found.gid()))
     }
-}
-
-/// Outcome of a job, as reported by its agent.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct JobResult {
-    pub exit: u8,
-    /// True if the job was stopped on request.
-    pub stopped: bool,
-    pub reason: String,
-    pub report: String,
-    /// The rank that failed first, if one did.
-    pub rank: Option<u32>,
-    pub attempt: u32,
-    pub start: u32,
-    /// Resources that the workers have used.
-    pub usage: Option<Usage>,
 }

@@ -169,6 +169,7 @@ fn files_of_first_release_are_read() {
         attempt: 3,
         start: 1,
         usage: None,
+        uptime_ms: 0,
     };
     assert_eq!(read, expected);
 }

@@ -5,59 +5,29 @@ use tracing::warn;
 use super::Manager;
 use crate::agents::facts::Facts;
 use crate::agents::hooks::Moment;
-use crate::files::JobResult;
 use crate::runtime::Stop;
-use crate::state::{End, Entry, Phase, Record, Usage, bounded};
+use crate::state::clock::NodeClock;
+use crate::state::{End, Entry, JobResult, Phase, Record, Usage, bounded};
 
 impl Manager {
-    /// Returns the user who has cancelled a running job, if any.
-    pub(super) fn cancelled_by(&self, job: u64) -> Option<String> {
-        match &self.jobs.jobs.get(&job)?.phase {
-            Phase::Active { cancelled: Some(by), .. } => Some(self.jobs.user_label(by.uid, &by.user)),
-            _ => None,
-        }
-    }
-
-    /// Returns the reason if the job has reached its time limit, in which case it has failed whatever its agent
-    /// reports.
-    fn limit_reached(&self, job: u64) -> Option<String> {
-        match self.jobs.jobs.get(&job)? {
-            Entry { submitted, phase: Phase::Active { over_limit: true, .. } } => {
-                Some(submitted.limit_reached())
-            }
-            _ => None,
-        }
-    }
-
-    pub(super) fn on_ended(&mut self, job: u64, result: JobResult, usage: Option<Usage>) {
+    /// Records the end of a job whose agent has left a result. `clock` is that of the boot in which the job ran.
+    pub(super) fn on_ended(
+        &mut self,
+        job: u64,
+        result: JobResult,
+        usage: Option<Usage>,
+        clock: &NodeClock,
+    ) {
         self.load_last_status(job);
-        let JobResult { exit, stopped, rank, attempt, usage: used, .. } = result;
-        let (reason, report) = (bounded(result.reason), bounded(result.report));
-        if let Some(rank) = rank {
+        if let JobResult { rank: Some(rank), attempt, .. } = result {
             warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
         }
-        let (end, reason) = match (self.limit_reached(job), self.cancelled_by(job)) {
-            (Some(reason), _) => (End::Failed, reason),
-            (None, _) if exit == 0 => (End::Done, reason),
-            (None, Some(user)) if stopped => {
-                let rest = if reason.is_empty() { String::new() } else { format!(": {reason}") };
-                (End::Cancelled, bounded(format!("cancelled by user {user}{rest}")))
-            }
-            // The node is shut down, or the service that the agent is in.
-            (None, None) if stopped => {
-                let reason = bounded(format!("its agent was stopped, but not by the daemon: {reason}"));
-                if let Some(record) = self.jobs.requeue(job, &reason, self.now()) {
-                    warn!(job, "job {job} goes back to the queue: {reason}");
-                    return self.record_event(record);
-                }
-                (End::Failed, reason)
-            }
-            (None, _) => (End::Failed, reason),
-        };
-        // Without systemd, only the agent knows the usage.
-        let usage = usage.or(used);
-        let (at, order) = (self.now(), 0);
-        self.record_event(Record::Ended { job, end, exit: Some(exit), reason, report, at, order, usage });
+        let at = self.jobs.end_time(job, clock, result.uptime_ms, self.now());
+        let record = self.jobs.outcome(job, result, usage, at);
+        if let Record::Requeued { reason, .. } = &record {
+            warn!(job, "job {job} goes back to the queue: {reason}");
+        }
+        self.record_event(record);
     }
 
     /// Kills a job whose directory exceeds the limit, or removes the directory if the job does not run.
@@ -92,10 +62,10 @@ impl Manager {
             return self.record_event(record);
         }
         let killed_for = self.runtime.get(&job).and_then(|runtime| runtime.killed_for.clone());
-        let (end, reason) = match (is_killed, killed_for.or_else(|| self.limit_reached(job))) {
+        let (end, reason) = match (is_killed, killed_for.or_else(|| self.jobs.limit_reached(job, self.now()))) {
             (true, Some(reason)) => (End::Failed, reason),
             (true, None) => {
-                let by = self.cancelled_by(job).map_or(String::new(), |user| format!(" of user {user}"));
+                let by = self.jobs.cancelled_by(job).map_or(String::new(), |user| format!(" of user {user}"));
                 (End::Cancelled, format!("killed by `cancel --force`{by}"))
             }
             (false, Some(reason)) => (End::Failed, reason),
@@ -105,7 +75,7 @@ impl Manager {
     }
 
     pub(super) fn on_not_started(&mut self, job: u64, reason: Option<String>) {
-        let (end, reason) = match (self.cancelled_by(job), reason, self.limit_reached(job)) {
+        let (end, reason) = match (self.jobs.cancelled_by(job), reason, self.jobs.limit_reached(job, self.now())) {
             (Some(user), ..) => (End::Cancelled, format!("cancelled by user {user} before it started")),
             (None, Some(reason), _) | (None, None, Some(reason)) => (End::Failed, reason),
             (None, None, None) => {
@@ -119,7 +89,7 @@ impl Manager {
     /// Handles a node that is not ready for jobs: its prolog failed, or its disk is full. The node is drained before
     /// the job returns to the queue: otherwise one job after the other would fail.
     pub(super) fn on_node_failed(&mut self, job: u64, reason: &str) {
-        if self.cancelled_by(job).is_some() || self.limit_reached(job).is_some() {
+        if self.jobs.cancelled_by(job).is_some() || self.jobs.limit_reached(job, self.now()).is_some() {
             return self.on_not_started(job, None);
         }
         let reason = bounded(format!("{reason} (before job {job})"));

@@ -118,7 +118,7 @@ impl Manager {
         }
         // Also applies to a job that was cancelled before, as it may have to be killed now. `Jobs::cancel` has checked
         // the caller.
-        if self.cancelled_by(job).is_some()
+        if self.jobs.cancelled_by(job).is_some()
             && let Some(runtime) = self.runtime.get(&job)
         {
             runtime.stop.send_modify(|stop| *stop = (*stop).max(if force { Stop::Kill } else { Stop::Ask }));

@@ -216,11 +216,15 @@ impl Manager {
         match event {
             AgentEvent::Started => {
                 info!(job, "job {job} runs");
+                self.jobs.adopted.remove(&job);
                 self.runtime.entry(job).or_default().runs = true;
             }
             AgentEvent::Status(status) => self.on_status(job, *status),
             AgentEvent::Oversized(reason) => self.on_oversized(job, reason),
-            AgentEvent::Ended(result, usage) => self.on_ended(job, result, usage),
+            AgentEvent::Ended(result, usage) => {
+                let clock = self.jobs.clock.clone();
+                self.on_ended(job, result, usage, &clock);
+            }
             AgentEvent::Lost(reason, usage) => self.on_lost(job, &reason, usage),
             AgentEvent::NotStarted(reason) => self.on_not_started(job, reason),
             AgentEvent::NodeFailed(reason) => self.on_node_failed(job, &reason),

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::time::Instant;
 
 use tracing::{info, warn};
 
@@ -149,6 +150,7 @@ impl Manager {
         self.jobs.apply(record);
         if ended {
             for job in jobs.clone() {
+                self.runtime.entry(job).or_default().ended = Some(Instant::now());
                 self.remove_submission(job);
                 self.run_end_hook(job);
             }

@@ -15,12 +15,14 @@ use super::records::AccountingState;
 use crate::boot_id;
 use crate::files::{AgentRecord, FoundDir};
 use crate::journal::Integrity;
+use crate::state::clock::NodeClock;
 use crate::state::recovery::{FoundJob, FoundStart};
 use crate::state::{Entry, Jobs, Phase, Record, Submitted};
 use crate::users;
 
 impl Manager {
     pub(super) fn recover(&mut self) {
+        let last_clock = self.jobs.clock.clone();
         let clock = self.jobs.start_clock(&boot_id(), clock::uptime_ms(), clock::unix_ms());
         clock.into_iter().for_each(|record| self.record_event(record));
         let is_complete = self.find_unlisted_jobs();
@@ -36,7 +38,7 @@ impl Manager {
         if is_complete {
             self.setup.dirs.arrays().into_iter().for_each(|first| self.remove_ended_array(first));
         }
-        self.adopt_active_jobs();
+        self.adopt_active_jobs(&last_clock);
     }
 
     /// Lists jobs that are missing in the journal, and removes the files of forgotten jobs. Returns whether the journal
@@ -140,20 +142,22 @@ impl Manager {
         }
     }
 
-    fn adopt_active_jobs(&mut self) {
+    /// Adopts the active jobs of this boot. Those of an earlier one, with `last_clock`, have ended.
+    fn adopt_active_jobs(&mut self, last_clock: &NodeClock) {
         let boot_now = boot_id();
         let active: Vec<_> = self.jobs.active().map(|(job, entry)| (job, entry.clone())).collect();
         for (job, entry) in active {
             let Phase::Active { start, boot, .. } = &entry.phase else { continue };
             if *boot == boot_now {
                 info!(job, "job {job} is adopted");
+                self.jobs.adopted.insert(job);
                 self.follow(job, false);
                 continue;
             }
             let result =
                 self.setup.dirs.result(job, entry.submitted.uid).filter(|result| result.start == *start);
             match result {
-                Some(result) => self.on_ended(job, result, None),
+                Some(result) => self.on_ended(job, result, None, last_clock),
                 None => self.on_lost(job, "the node was rebooted while it ran", None),
             }
         }

@@ -1,6 +1,7 @@
 //! Resources and rules of the node, from the inventory of GPUs and the configuration in effect.
 
 use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::GpuState;
 
@@ -8,9 +9,9 @@ use super::Manager;
 use crate::config::{MemoryLimit, check};
 use crate::gpus::GpuFacts;
 use crate::snapshot;
-use crate::state::Phase;
 use crate::state::evaluate::AdmissionRules;
 use crate::state::schedule::{GpuSlot, Resources, SETTLING_MS};
+use crate::state::{Entry, Phase};
 use crate::submission::NodeLimits;
 
 /// Default of `jobs.max_memory_per_user` if the daemon runs as root.
@@ -52,16 +53,18 @@ impl Manager {
 
     /// Returns the GPUs on which the last poll may still have seen the processes of a job that has just ended.
     fn settling_gpus(&self) -> BTreeSet<String> {
-        let (inventory, config, now) = (self.setup.gpus.borrow(), self.setup.config.borrow(), self.now());
+        let (inventory, config) = (self.setup.gpus.borrow(), self.setup.config.borrow());
         let is_foreign = |gpu: &&GpuFacts| {
             let unusable = snapshot::unusable(gpu, &config.jobs.leave_gpus);
             unusable.is_some_and(|(state, _)| state == GpuState::Foreign)
         };
+        let is_settling = |at: Instant| at.elapsed() < Duration::from_millis(SETTLING_MS);
+        let recent = self.runtime.iter().filter(|(_, runtime)| runtime.ended.is_some_and(is_settling));
+        let recent: Vec<_> = recent.filter_map(|(job, _)| self.jobs.jobs.get(job)).collect();
         let is_recent = |uuid: &String| {
-            self.jobs.jobs.values().any(|entry| match &entry.phase {
-                Phase::Ended { gpus, at, .. } => now.saturating_sub(*at) < SETTLING_MS && gpus.contains(uuid),
-                Phase::Queued { .. } | Phase::Active { .. } => false,
-            })
+            let held =
+                |entry: &&Entry| matches!(&entry.phase, Phase::Ended { gpus, .. } if gpus.contains(uuid));
+            recent.iter().any(held)
         };
         let foreign = inventory.gpus.iter().filter(is_foreign).map(|gpu| gpu.status.uuid.clone());
         foreign.filter(is_recent).collect()

@@ -75,7 +75,7 @@ impl Manager {
         };
         drop(config);
         let runtime = JobRuntime::new(fresh);
-        let is_stopping = cancelled.is_some() || *over_limit;
+        let is_stopping = cancelled.is_some() || over_limit.is_some();
         runtime.stop.send_replace(if is_stopping { Stop::Ask } else { Stop::No });
         let follower = Follower {
             job_start,

@@ -4,7 +4,7 @@
 //! advances with CLOCK_BOOTTIME, so setting the system clock does not change it. It never goes back, even across
 //! reboots, which are detected by the boot id. Times that users see are converted to the system clock at that moment.
 
-use super::{Jobs, Record};
+use super::{Entry, Jobs, Phase, Record};
 
 /// The node's clock during one boot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,6 +34,19 @@ impl Jobs {
         }
         let offset = unix.max(self.latest).saturating_sub(uptime);
         Some(Record::Clock { boot: boot.into(), offset, latest: self.latest })
+    }
+
+    /// Returns the time at which an active job has ended that reports this time since its boot, when `clock` ran; now
+    /// if that is unknown. The agent that reports it runs as the job's user, so it is limited to the job's lifetime.
+    pub(crate) fn end_time(&self, job: u64, clock: &NodeClock, uptime: u64, now: u64) -> u64 {
+        match self.jobs.get(&job) {
+            Some(Entry { phase: Phase::Active { at, boot, .. }, .. })
+                if uptime > 0 && *boot == clock.boot =>
+            {
+                clock.at(uptime).max(*at).min(now)
+            }
+            _ => now,
+        }
     }
 
     /// Returns the record that reproduces the clock and the latest time.
@@ -103,6 +116,22 @@ mod tests {
         assert_eq!((now, due(&jobs, now).stops), (TODAY + 60_000, vec![]));
         let now = boot(&mut jobs, "a", 13 * HOUR, TODAY - YEAR);
         assert_eq!(due(&jobs, now).stops, [1]);
+    }
+
+    #[test]
+    fn job_ends_at_the_time_that_its_agent_reports_within_its_lifetime() {
+        let mut jobs = Jobs::default();
+        let started = boot(&mut jobs, "a", HOUR, TODAY);
+        jobs.apply(submitted(1, 7, 1, 0));
+        jobs.apply(Record::Starting { job: 1, start: 1, gpus: vec![], boot: "a".into(), at: started });
+        let (clock, now) = (jobs.clock.clone(), started + 9000);
+        let at = |uptime| jobs.end_time(1, &clock, uptime, now);
+        assert_eq!(at(HOUR + 2000), started + 2000);
+        assert_eq!([at(1), at(9 * HOUR), at(0)], [started, now, now]);
+        // After a reboot, with the clock of the boot in which the job ran.
+        let now = boot(&mut jobs, "b", 5000, TODAY + 2 * HOUR);
+        assert_eq!(jobs.end_time(1, &clock, HOUR + 2000, now), started + 2000);
+        assert_eq!(jobs.end_time(1, &jobs.clock, 4000, now), now, "of another boot");
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! A job's time starts with its `Starting` record. A warning is recorded before it is sent, so that it is sent at most
 //! once; a stop is recorded before it is requested, so that it is not lost. A user's `cancel` takes precedence: a job
-//! that is being cancelled gets neither.
+//! that is being cancelled gets neither. Neither does a job of an earlier daemon before its agent has been found: it may
+//! have ended within its limit.
 
 use std::time::Duration;
 
@@ -32,8 +33,8 @@ pub(crate) fn due(jobs: &Jobs, now: u64) -> Due {
     let mut due = Due::default();
     let mut next = |at: u64| due.next = Some(due.next.map_or(at, |next| next.min(at)));
     for (job, Entry { submitted, phase }) in jobs.active() {
-        let Phase::Active { at, cancelled: None, warned, over_limit: false, .. } = *phase else { continue };
-        let Some(limit) = reached_at(submitted, at) else { continue };
+        let Phase::Active { at, cancelled: None, warned, over_limit: None, .. } = *phase else { continue };
+        let Some(limit) = reached_at(submitted, at).filter(|_| !jobs.adopted.contains(&job)) else { continue };
         if now >= limit {
             due.stops.push(job);
             continue;
@@ -55,7 +56,8 @@ impl Jobs {
     /// Returns the record that puts a lost job back in the queue; `None` if it ends instead.
     pub(crate) fn requeue(&self, job: u64, reason: &str, at: u64) -> Option<Record> {
         let Entry { submitted, phase } = self.jobs.get(&job)?;
-        let runs = matches!(phase, Phase::Active { cancelled: None, over_limit: false, .. });
+        let runs = matches!(phase, Phase::Active { cancelled: None, .. });
+        let runs = runs && self.limit_reached(job, at).is_none();
         let again = runs && submitted.scheduling.requeue && submitted.requeues < MAX_REQUEUES;
         again.then(|| Record::Requeued { job, reason: reason.into(), lost: true, at })
     }
@@ -133,5 +135,14 @@ mod tests {
         let mut jobs = running(Some(100), None);
         jobs.apply(Record::Cancelled { job: 1, uid: 1, user: String::new(), at: 6000 });
         assert_eq!(due(&jobs, u64::MAX), Due::default());
+    }
+
+    #[test]
+    fn limit_of_an_adopted_job_is_due_once_its_agent_is_found() {
+        let mut jobs = running(Some(100), None);
+        jobs.adopted.insert(1);
+        assert_eq!(due(&jobs, 999_000), Due::default());
+        jobs.adopted.clear();
+        assert_eq!(due(&jobs, 999_000).stops, [1]);
     }
 }

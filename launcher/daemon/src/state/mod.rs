@@ -19,8 +19,8 @@
 //!
 //! Invariants:
 //! - a job holds GPUs only while it is active;
-//! - applying [`Jobs::records`] to an empty value gives an equal value, except for the examination of GPUs, which ends
-//!   with the daemon.
+//! - applying [`Jobs::records`] to an empty value gives an equal value, except for the examination of GPUs and the jobs
+//!   being adopted, which end with the daemon.
 
 mod backfill;
 pub(crate) mod clock;
@@ -28,6 +28,7 @@ mod dependencies;
 pub(crate) mod evaluate;
 pub(crate) mod examination;
 pub(crate) mod limits;
+mod outcome;
 mod record;
 pub(crate) mod recovery;
 pub(crate) mod schedule;
@@ -40,6 +41,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use xlaunch_proto::convert::node::MAX_ARRAY_JOBS;
 
+pub use outcome::JobResult;
 pub(crate) use record::{Canceller, Element, End, Hold, Record, bounded};
 pub use record::{Submitted, Usage};
 
@@ -65,8 +67,8 @@ pub(crate) enum Phase {
         cancelled: Option<Canceller>,
         /// True if the warning signal before the time limit was sent.
         warned: bool,
-        /// True if the job is being stopped because it has reached its time limit.
-        over_limit: bool,
+        /// Time at which the job was told to stop because it had reached its time limit.
+        over_limit: Option<u64>,
     },
     Ended {
         end: End,
@@ -113,6 +115,8 @@ pub(crate) struct Jobs {
     pub(crate) drained: Option<String>,
     /// The reasons why GPUs are drained, by UUID.
     pub(crate) drained_gpus: BTreeMap<String, String>,
+    /// Active jobs of an earlier daemon whose agents have not been found yet. Not in the journal.
+    pub(crate) adopted: BTreeSet<u64>,
     /// GPUs that are reserved for a running examination. Not in the journal.
     pub(crate) examination: Option<Examination>,
     /// Past usage of users, for fair shares.
@@ -147,7 +151,7 @@ impl Jobs {
                 if let Some(entry) = self.jobs.get_mut(&job)
                     && !matches!(entry.phase, Phase::Ended { .. })
                 {
-                    let (cancelled, warned, over_limit) = (None, false, false);
+                    let (cancelled, warned, over_limit) = (None, false, None);
                     entry.phase = Phase::Active { start, gpus, boot, at, cancelled, warned, over_limit };
                     self.active.insert(job);
                 }
@@ -157,9 +161,9 @@ impl Jobs {
                     *warned = true;
                 }
             }
-            Record::TimeLimitReached { job, .. } => {
+            Record::TimeLimitReached { job, at } => {
                 if let Some(Entry { phase: Phase::Active { over_limit, .. }, .. }) = self.jobs.get_mut(&job) {
-                    *over_limit = true;
+                    over_limit.get_or_insert(at);
                 }
             }
             Record::Cancelled { job, uid, user, .. } => {
@@ -249,6 +253,7 @@ impl Jobs {
             Phase::Queued { .. } => Some((Vec::new(), 0, 0)),
             Phase::Active { start, gpus, at: started, .. } => {
                 self.active.remove(&job);
+                self.adopted.remove(&job);
                 self.usage.charge(&entry.submitted, *started, at);
                 Some((std::mem::take(gpus), *start, *started))
             }
@@ -259,6 +264,7 @@ impl Jobs {
     fn forget(&mut self, job: u64) {
         let Some(Entry { submitted, .. }) = self.jobs.remove(&job) else { return };
         self.active.remove(&job);
+        self.adopted.remove(&job);
         self.unaccounted.remove(&job);
         self.dependents.remove(&submitted);
         if submitted.array.is_none_or(|element| element.first == job) {
@@ -416,7 +422,7 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
         }
         Phase::Active { start, gpus, boot, at, cancelled, warned, over_limit } => {
             let warned = warned.then_some(Record::Warned { job, at: 0 });
-            let over_limit = over_limit.then_some(Record::TimeLimitReached { job, at: 0 });
+            let over_limit = over_limit.map(|at| Record::TimeLimitReached { job, at });
             let by = cancelled.clone();
             let cancelled = by.map(|Canceller { uid, user }| Record::Cancelled { job, uid, user, at: 0 });
             let marks = warned.into_iter().chain(over_limit).chain(cancelled);

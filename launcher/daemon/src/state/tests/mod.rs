@@ -164,7 +164,7 @@ fn phases_follow_the_records() {
         at: 7,
         cancelled,
         warned: false,
-        over_limit: false,
+        over_limit: None,
     };
     jobs.apply(starting(1));
     assert_eq!(phase(&jobs), active(1, None));
