@@ -7,7 +7,8 @@
 //! same directory whose names begin with its name are read too, unless they are compressed.
 //!
 //! Each job has exactly one line. Once the line is on disk, the journal records that. Until then, writing it is retried
-//! after a failure or a restart, unless the file already has a line with this job's id. Readers skip a torn line.
+//! after a failure or a restart, unless the file already has a line with this job's id, which also holds for jobs that
+//! have not ended in a journal that was restored from a copy. Readers skip a torn line.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fs::File;

@@ -133,4 +133,23 @@ fn job_is_in_the_accounting_file_once_whatever_fails() {
     node.kill_and_restart_daemon();
     assert_eq!(accounted(&node, "accounting.jsonl"), [third, fourth]);
     assert_eq!(history(&node, &[]).len(), 3, "with the file that was rotated last");
+    // The journal is restored from a copy, in which one job is still running and the next does not exist yet.
+    let fifth = node.submit_shell("while ! [ -e end ]; do sleep 0.02; done");
+    node.wait(fifth, "running");
+    let journal = node.state_dir().join("journal");
+    let copy = std::fs::read(&journal).unwrap();
+    node.write("end", "");
+    node.wait(fifth, "done");
+    let sixth = end(&node);
+    let once = [third, fourth, fifth, sixth];
+    wait_for("four accounts", || (accounted(&node, "accounting.jsonl") == once).then_some(()));
+    node.stop_daemon(Signal::KILL);
+    std::fs::write(&journal, copy).unwrap();
+    node.start_daemon();
+    [fifth, sixth].map(|job| node.wait(job, "done"));
+    let seventh = end(&node);
+    wait_for("the last account", || {
+        (accounted(&node, "accounting.jsonl").last() == Some(&seventh)).then_some(())
+    });
+    assert_eq!(accounted(&node, "accounting.jsonl"), [&once[..], &[seventh]].concat());
 }

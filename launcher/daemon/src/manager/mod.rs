@@ -151,6 +151,8 @@ struct Manager {
     /// Jobs up to this id are not forgotten. Set if the journal was incomplete when this daemon was started.
     kept_up_to: u64,
     accounting_state: AccountingState,
+    /// Jobs that have a line in the accounting file, but had not ended in the journal that this daemon has read.
+    accounted: BTreeSet<u64>,
     /// The running examination of GPUs, if any.
     examination: Option<Running>,
     /// Number of GPUs examined since the start, as in [`NodeView::examined`].
@@ -194,6 +196,7 @@ impl Manager {
             jobs,
             kept_up_to: 0,
             accounting_state,
+            accounted: BTreeSet::new(),
             examination: None,
             examined: [0; 3],
             endings,

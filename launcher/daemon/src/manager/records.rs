@@ -77,7 +77,7 @@ impl Manager {
             // The file may have lines that the journal has not recorded as written.
             AccountingState::Unknown | AccountingState::Failed => self.setup.accounting.ids()?,
         };
-        let missing = self.jobs.unaccounted.difference(&written);
+        let missing = self.jobs.unaccounted.difference(&written).filter(|job| !self.accounted.contains(job));
         let entries = missing.filter_map(|job| self.jobs.jobs.get(job));
         let mut accounts: Vec<_> = entries.filter_map(|entry| Account::of(entry, self.skew)).collect();
         accounts.sort_unstable_by_key(|account| account.order);

@@ -28,6 +28,12 @@ impl Manager {
         let is_complete = self.find_unlisted_jobs();
         self.find_lost_starts();
         let has_ended = |entry: &Entry| matches!(entry.phase, Phase::Ended { .. });
+        if self.jobs.jobs.values().any(|entry| !has_ended(entry)) {
+            // A journal that was restored from a copy may list jobs that have ended since.
+            let mut accounted = self.accounted_ids();
+            accounted.retain(|job| self.jobs.jobs.get(job).is_some_and(|entry| !has_ended(entry)));
+            self.accounted = accounted;
+        }
         let ended: Vec<_> = self.jobs.jobs.iter().filter(|it| has_ended(it.1)).map(|it| *it.0).collect();
         for job in ended {
             self.load_last_status(job);
@@ -89,13 +95,16 @@ impl Manager {
 
     /// Returns the highest id that may have been assigned to a job that has left no files.
     fn highest_used_id(&self) -> Option<u64> {
-        let accounted = self.setup.accounting.ids().unwrap_or_else(|error| {
-            warn!("failed to read the accounting file: {error}");
-            BTreeSet::new()
-        });
         // A torn record was probably not acknowledged, so its id is considered unused.
         let reserved = (self.setup.integrity == Integrity::Damaged).then(|| self.setup.ids.reserved());
-        accounted.last().copied().into_iter().chain(reserved).max()
+        self.accounted_ids().last().copied().into_iter().chain(reserved).max()
+    }
+
+    fn accounted_ids(&self) -> BTreeSet<u64> {
+        self.setup.accounting.ids().unwrap_or_else(|error| {
+            warn!("failed to read the accounting file: {error}");
+            BTreeSet::new()
+        })
     }
 
     fn found_job(&self, job: u64, dir: FoundDir) -> FoundJob {
