@@ -54,7 +54,11 @@ pub(crate) struct Account {
     pub(crate) submitted_unix_ms: u64,
     pub(crate) started_unix_ms: u64,
     pub(crate) ended_unix_ms: u64,
-    /// Number of GPUs times the seconds from start to end.
+    /// Run time of all starts together. 0 in lines of version 0.3.
+    pub(crate) run_seconds: f64,
+    /// Number of starts.
+    pub(crate) starts: u32,
+    /// Number of GPUs times the run time.
     pub(crate) gpu_seconds: f64,
     /// Unknown if the daemon was not running when the job ended.
     #[serde(flatten)]
@@ -64,13 +68,13 @@ pub(crate) struct Account {
 impl Account {
     /// Creates the account of an ended job. `skew` is the system clock minus the node's clock, in milliseconds.
     pub(crate) fn of(entry: &Entry, skew: i64) -> Option<Self> {
-        let Phase::Ended { end, exit, reason, gpus, started, at, order, usage, .. } = &entry.phase else {
+        let Phase::Ended { end, exit, reason, gpus, start, started, at, order, .. } = &entry.phase else {
             return None;
         };
         let submitted = &entry.submitted;
         let kind = if submitted.trainer { JobKind::Trainer } else { JobKind::Command };
         let gpus = u32::try_from(gpus.len()).unwrap_or(u32::MAX);
-        let milliseconds = if *started > 0 { at.saturating_sub(*started) } else { 0 };
+        let (run_ms, usage) = entry.totals();
         Some(Self {
             order: *order,
             job: submitted.job,
@@ -86,8 +90,10 @@ impl Account {
             submitted_unix_ms: shown(submitted.at, skew),
             started_unix_ms: shown(*started, skew),
             ended_unix_ms: shown(*at, skew),
-            gpu_seconds: f64::from(gpus) * seconds(milliseconds),
-            usage: *usage,
+            run_seconds: seconds(run_ms),
+            starts: submitted.requeues.saturating_add(u32::from(*start > 0)),
+            gpu_seconds: f64::from(submitted.gpus) * seconds(run_ms),
+            usage,
         })
     }
 
@@ -107,6 +113,8 @@ impl Account {
             started_unix_ms: self.started_unix_ms,
             ended_unix_ms: self.ended_unix_ms,
             gpu_seconds: self.gpu_seconds,
+            run_seconds: self.run_seconds,
+            starts: self.starts,
             cpu_seconds: self.usage.map(|usage| seconds(usage.cpu_ms)),
             peak_memory_bytes: self.usage.and_then(|usage| usage.peak_memory_bytes),
         }
@@ -332,6 +340,7 @@ fn ends_torn(file: &mut File, len: u64) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::state::{End, Jobs, Record, Submitted};
 
     fn account(order: u64, uid: u32) -> Account {
         let usage = order.is_multiple_of(2).then_some(Usage { cpu_ms: 5000, peak_memory_bytes: None });
@@ -346,6 +355,37 @@ mod tests {
             usage,
             ..Account::default()
         }
+    }
+
+    #[test]
+    fn account_of_a_requeued_job_adds_up_its_starts() {
+        let mut jobs = Jobs::default();
+        let submitted = Submitted { job: 1, gpus: 2, ..Submitted::default() };
+        jobs.apply(Record::Submitted(Box::new(submitted)));
+        let start = |start, at| Record::Starting {
+            job: 1,
+            start,
+            gpus: vec!["a".into(); 2],
+            boot: String::new(),
+            at,
+        };
+        let usage = |cpu_ms, peak| Some(Usage { cpu_ms, peak_memory_bytes: Some(peak) });
+        jobs.apply(start(1, 1000));
+        let (reason, report) = (String::new(), String::new());
+        jobs.apply(Record::Requeued {
+            job: 1,
+            reason: reason.clone(),
+            lost: true,
+            at: 10_000,
+            usage: usage(5000, 9),
+        });
+        jobs.apply(start(2, 20_000));
+        let (end, exit, usage) = (End::Done, Some(0), usage(2000, 6));
+        jobs.apply(Record::Ended { job: 1, end, exit, reason, report, at: 21_000, order: 0, usage });
+        let account = Account::of(&jobs.jobs[&1], 0).unwrap().to_message();
+        assert_eq!((account.starts, account.run_seconds, account.gpu_seconds), (2, 10.0, 20.0));
+        assert_eq!((account.cpu_seconds, account.peak_memory_bytes), (Some(7.0), Some(9)));
+        assert_eq!((account.started_unix_ms, account.ended_unix_ms), (20_000, 21_000));
     }
 
     fn jobs(accounting: &Accounting, query: &Query) -> Vec<u64> {

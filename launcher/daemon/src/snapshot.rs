@@ -66,11 +66,12 @@ pub(super) fn job(
             job.time_limit_unix_ms = shown(reached_at(submitted, *at).unwrap_or(0), skew);
             (job.gpus, job.started_unix_ms) = (gpus.clone(), shown(*at, skew));
         }
-        Phase::Ended { end, exit, reason, report, gpus, started, at, usage, .. } => {
+        Phase::Ended { end, exit, reason, report, gpus, started, at, .. } => {
             job.set_state((*end).into());
             (job.reason, job.report) = (reason.clone(), report.clone());
             (job.gpus, job.exit_code) = (gpus.clone(), exit.map(u32::from));
             (job.started_unix_ms, job.ended_unix_ms) = (shown(*started, skew), shown(*at, skew));
+            let (_, usage) = entry.totals();
             job.cpu_seconds = usage.map(|usage| seconds(usage.cpu_ms));
             job.peak_memory_bytes = usage.and_then(|usage| usage.peak_memory_bytes);
         }

@@ -20,8 +20,10 @@ pub(crate) fn table(jobs: &[JobAccount], width: usize) -> String {
 }
 
 fn row(job: &JobAccount) -> Vec<String> {
-    let has_started = job.started_unix_ms > 0;
-    let ran = has_started.then(|| seconds(job.ended_unix_ms.saturating_sub(job.started_unix_ms) / 1000));
+    // Daemons of version 0.3 send no run time.
+    let last = || seconds(job.ended_unix_ms.saturating_sub(job.started_unix_ms) / 1000);
+    let ran = (job.run_seconds > 0.0).then_some(job.run_seconds);
+    let ran = ran.or_else(|| (job.started_unix_ms > 0).then(last));
     let ended = UNIX_EPOCH + Duration::from_secs(job.ended_unix_ms / 1000);
     vec![
         job.id.to_string(),
@@ -72,6 +74,8 @@ mod tests {
         };
         insta::assert_snapshot!("table", table(&[done.clone(), never], 120));
         assert_eq!(json!(done)["gpu_seconds"], 120.0);
+        let requeued = JobAccount { run_seconds: 70.0, starts: 2, ..done.clone() };
+        assert_eq!(row(&requeued)[6], "1m10s");
         assert_eq!(json!(done)["submitted_unix_ms"], Value::Null);
     }
 }

@@ -146,7 +146,9 @@ fn job_is_in_the_accounting_file_once_whatever_fails() {
     node.stop_daemon(Signal::KILL);
     std::fs::write(&journal, copy).unwrap();
     node.start_daemon();
-    [fifth, sixth].map(|job| node.wait(job, "done"));
+    for job in [fifth, sixth] {
+        node.wait(job, "done");
+    }
     let seventh = end(&node);
     wait_for("the last account", || {
         (accounted(&node, "accounting.jsonl").last() == Some(&seventh)).then_some(())

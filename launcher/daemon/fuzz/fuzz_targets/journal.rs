@@ -114,6 +114,7 @@ enum Record<'a> {
         reason: &'a str,
         lost: bool,
         at: Number,
+        usage: Option<(u64, u64)>,
     },
     Drained {
         gpus: Vec<u8>,
@@ -131,6 +132,10 @@ enum Record<'a> {
 
 const CONDITION: [&str; 3] = ["ok", "any", "fail"];
 const END: [&str; 4] = ["done", "failed", "cancelled", "lost"];
+
+fn usage_json((cpu_ms, peak): (u64, u64)) -> Value {
+    json!({"cpu_ms": cpu_ms, "peak_memory_bytes": peak})
+}
 
 fn gpus(numbers: &[u8]) -> Vec<String> {
     numbers.iter().map(|number| format!("GPU-{}", number % 4)).collect()
@@ -203,10 +208,11 @@ impl Record<'_> {
             Self::Ended { job, end, exit, reason, at, order, usage } => json!({
                 "record": "ended", "job": job.get(), "exit": exit, "reason": reason, "report": "", "at": at.get(),
                 "end": END[usize::from(end % 4)], "order": order.get(),
-                "usage": usage.map(|(cpu_ms, peak)| json!({"cpu_ms": cpu_ms, "peak_memory_bytes": peak})),
+                "usage": usage.map(usage_json),
             }),
-            Self::Requeued { job, reason, lost, at } => json!({
+            Self::Requeued { job, reason, lost, at, usage } => json!({
                 "record": "requeued", "job": job.get(), "reason": reason, "lost": lost, "at": at.get(),
+                "usage": usage.map(usage_json),
             }),
             Self::Drained { gpus: drained, undo, reason } => json!({
                 "record": "drained", "gpus": gpus(drained), "undo": undo, "reason": reason, "uid": 0, "at": 1,

@@ -47,7 +47,8 @@ impl AgentProcess {
         let _ = self.pidfd.readable().await;
     }
 
-    /// Returns whether the process runs. Asks the kernel: the reactor may be behind, as after a suspension of the daemon.
+    /// Returns whether the process runs. Asks the kernel, as the reactor may not have seen an exit yet, as just
+    /// after the daemon was suspended.
     pub(super) fn runs(&self) -> bool {
         is_alive(&self.pidfd)
     }

@@ -11,13 +11,7 @@ use crate::state::{End, Entry, JobResult, Phase, Record, Usage, bounded};
 
 impl Manager {
     /// Records the end of a job whose agent has left a result. `clock` is that of the boot in which the job ran.
-    pub(super) fn on_ended(
-        &mut self,
-        job: u64,
-        result: JobResult,
-        usage: Option<Usage>,
-        clock: &NodeClock,
-    ) {
+    pub(super) fn on_ended(&mut self, job: u64, result: JobResult, usage: Option<Usage>, clock: &NodeClock) {
         self.load_last_status(job);
         if let JobResult { rank: Some(rank), attempt, .. } = result {
             warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
@@ -57,12 +51,13 @@ impl Manager {
 
     pub(super) fn on_lost(&mut self, job: u64, reason: &str, usage: Option<Usage>) {
         let is_killed = self.runtime.get(&job).is_some_and(|runtime| *runtime.stop.borrow() == Stop::Kill);
-        if let Some(record) = self.jobs.requeue(job, reason, self.now()).filter(|_| !is_killed) {
+        if let Some(record) = self.jobs.requeue(job, reason, self.now(), usage).filter(|_| !is_killed) {
             warn!(job, "job {job} is lost and goes back to the queue: {reason}");
             return self.record_event(record);
         }
         let killed_for = self.runtime.get(&job).and_then(|runtime| runtime.killed_for.clone());
-        let (end, reason) = match (is_killed, killed_for.or_else(|| self.jobs.limit_reached(job, self.now()))) {
+        let (end, reason) = match (is_killed, killed_for.or_else(|| self.jobs.limit_reached(job, self.now())))
+        {
             (true, Some(reason)) => (End::Failed, reason),
             (true, None) => {
                 let by = self.jobs.cancelled_by(job).map_or(String::new(), |user| format!(" of user {user}"));
@@ -75,14 +70,21 @@ impl Manager {
     }
 
     pub(super) fn on_not_started(&mut self, job: u64, reason: Option<String>) {
-        let (end, reason) = match (self.jobs.cancelled_by(job), reason, self.jobs.limit_reached(job, self.now())) {
-            (Some(user), ..) => (End::Cancelled, format!("cancelled by user {user} before it started")),
-            (None, Some(reason), _) | (None, None, Some(reason)) => (End::Failed, reason),
-            (None, None, None) => {
-                let reason = "the daemon was stopped before it started the job".into();
-                return self.record_event(Record::Requeued { job, reason, lost: false, at: 0 });
-            }
-        };
+        let (end, reason) =
+            match (self.jobs.cancelled_by(job), reason, self.jobs.limit_reached(job, self.now())) {
+                (Some(user), ..) => (End::Cancelled, format!("cancelled by user {user} before it started")),
+                (None, Some(reason), _) | (None, None, Some(reason)) => (End::Failed, reason),
+                (None, None, None) => {
+                    let reason = "the daemon was stopped before it started the job".into();
+                    return self.record_event(Record::Requeued {
+                        job,
+                        reason,
+                        lost: false,
+                        at: 0,
+                        usage: None,
+                    });
+                }
+            };
         self.record_end(job, end, reason, None);
     }
 
@@ -99,7 +101,7 @@ impl Manager {
             self.record_event(Record::Drained { gpus, undo, reason: reason.clone(), uid, at: self.now() });
         }
         // The failure is the node's fault, so it does not count against the job.
-        self.record_event(Record::Requeued { job, reason, lost: false, at: 0 });
+        self.record_event(Record::Requeued { job, reason, lost: false, at: 0, usage: None });
     }
 
     /// Records the end of a job that has left no result.

@@ -2,14 +2,14 @@
 //!
 //! A job's time starts with its `Starting` record. A warning is recorded before it is sent, so that it is sent at most
 //! once; a stop is recorded before it is requested, so that it is not lost. A user's `cancel` takes precedence: a job
-//! that is being cancelled gets neither. Neither does a job of an earlier daemon before its agent has been found: it may
-//! have ended within its limit.
+//! that is being cancelled gets neither, and nor does a job of an earlier daemon before its agent has been found: it
+//! may have ended within its limit.
 
 use std::time::Duration;
 
 use xlaunch_spec::quantities::time_text;
 
-use super::{Entry, Jobs, Phase, Record, Submitted};
+use super::{Entry, Jobs, Phase, Record, Submitted, Usage};
 
 /// Time for a stopped agent to exit, in addition to the shutdown timeout of its workers. Then it is killed.
 pub(crate) const AGENT_STOP_MARGIN: Duration = Duration::from_secs(60);
@@ -34,7 +34,9 @@ pub(crate) fn due(jobs: &Jobs, now: u64) -> Due {
     let mut next = |at: u64| due.next = Some(due.next.map_or(at, |next| next.min(at)));
     for (job, Entry { submitted, phase }) in jobs.active() {
         let Phase::Active { at, cancelled: None, warned, over_limit: None, .. } = *phase else { continue };
-        let Some(limit) = reached_at(submitted, at).filter(|_| !jobs.adopted.contains(&job)) else { continue };
+        let Some(limit) = reached_at(submitted, at).filter(|_| !jobs.adopted.contains(&job)) else {
+            continue;
+        };
         if now >= limit {
             due.stops.push(job);
             continue;
@@ -54,12 +56,12 @@ pub(crate) fn due(jobs: &Jobs, now: u64) -> Due {
 
 impl Jobs {
     /// Returns the record that puts a lost job back in the queue; `None` if it ends instead.
-    pub(crate) fn requeue(&self, job: u64, reason: &str, at: u64) -> Option<Record> {
+    pub(crate) fn requeue(&self, job: u64, reason: &str, at: u64, usage: Option<Usage>) -> Option<Record> {
         let Entry { submitted, phase } = self.jobs.get(&job)?;
         let runs = matches!(phase, Phase::Active { cancelled: None, .. });
         let runs = runs && self.limit_reached(job, at).is_none();
         let again = runs && submitted.scheduling.requeue && submitted.requeues < MAX_REQUEUES;
-        again.then(|| Record::Requeued { job, reason: reason.into(), lost: true, at })
+        again.then(|| Record::Requeued { job, reason: reason.into(), lost: true, at, usage })
     }
 }
 

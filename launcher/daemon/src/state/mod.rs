@@ -182,14 +182,19 @@ impl Jobs {
                 }
                 self.settle_dependents(job, end);
             }
-            Record::Requeued { job, reason, lost, at } => {
+            Record::Requeued { job, reason, lost, at, usage } => {
                 let Some(Entry { phase: Phase::Active { start, .. }, .. }) = self.jobs.get(&job) else {
                     return;
                 };
                 let starts = *start;
-                self.leave(job, at);
+                let left = self.leave(job, at);
                 if let Some(entry) = self.jobs.get_mut(&job) {
-                    entry.submitted.requeues += u32::from(lost);
+                    if let (true, Some((.., started))) = (lost, left) {
+                        let Submitted { requeues, earlier_ms, earlier_usage, .. } = &mut entry.submitted;
+                        *requeues += 1;
+                        *earlier_ms = earlier_ms.saturating_add(run_ms(started, at));
+                        *earlier_usage = Usage::total(*earlier_usage, usage);
+                    }
                     entry.phase = Phase::Queued { starts, reason };
                 }
             }
@@ -401,6 +406,24 @@ impl Jobs {
     }
 }
 
+impl Entry {
+    /// Returns the run time of an ended job in milliseconds, and its usage, in all starts together.
+    pub(crate) fn totals(&self) -> (u64, Option<Usage>) {
+        let Submitted { earlier_ms, earlier_usage, .. } = self.submitted;
+        match self.phase {
+            Phase::Ended { started, at, usage, .. } => {
+                (earlier_ms.saturating_add(run_ms(started, at)), Usage::total(earlier_usage, usage))
+            }
+            Phase::Queued { .. } | Phase::Active { .. } => (earlier_ms, earlier_usage),
+        }
+    }
+}
+
+/// Returns the time between start and end; 0 if the job never started.
+fn run_ms(started: u64, ended: u64) -> u64 {
+    if started > 0 { ended.saturating_sub(started) } else { 0 }
+}
+
 fn request(submitted: &Submitted) -> Request {
     (submitted.uid, submitted.user.clone(), submitted.request_id.clone())
 }
@@ -417,7 +440,7 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
     match phase {
         Phase::Queued { starts: 0, reason } if reason.is_empty() => Vec::new(),
         Phase::Queued { starts, reason } => {
-            let requeued = Record::Requeued { job, reason: reason.clone(), lost: false, at: 0 };
+            let requeued = Record::Requeued { job, reason: reason.clone(), lost: false, at: 0, usage: None };
             vec![starting(*starts, &[], "", 0), requeued]
         }
         Phase::Active { start, gpus, boot, at, cancelled, warned, over_limit } => {

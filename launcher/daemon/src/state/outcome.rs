@@ -49,7 +49,9 @@ impl Jobs {
     /// Returns the record of a job that has ended with this result at `at`: of its end, or of its return to the queue.
     /// `usage` was measured by systemd, if it was.
     pub(crate) fn outcome(&self, job: u64, result: JobResult, usage: Option<Usage>, at: u64) -> Record {
-        let JobResult { exit, stopped, usage: used, .. } = result;
+        let JobResult { exit, stopped, .. } = result;
+        // Without systemd, only the agent knows the usage.
+        let usage = usage.or(result.usage);
         let (reason, report) = (bounded(result.reason), bounded(result.report));
         let (end, reason) = match (self.limit_reached(job, at), self.cancelled_by(job)) {
             (Some(reason), _) => (End::Failed, reason),
@@ -61,15 +63,13 @@ impl Jobs {
             // The node is shut down, or the service that the agent is in.
             (None, None) if stopped => {
                 let reason = bounded(format!("its agent was stopped, but not by the daemon: {reason}"));
-                if let Some(record) = self.requeue(job, &reason, at) {
+                if let Some(record) = self.requeue(job, &reason, at, usage) {
                     return record;
                 }
                 (End::Failed, reason)
             }
             (None, _) => (End::Failed, reason),
         };
-        // Without systemd, only the agent knows the usage.
-        let usage = usage.or(used);
         Record::Ended { job, end, exit: Some(exit), reason, report, at, order: 0, usage }
     }
 }
@@ -105,7 +105,11 @@ mod tests {
         let late = limited(Some(9000));
         let limit = "time limit of 5s reached".to_owned();
         assert_eq!(ended(&late, 0, false, 3000), (End::Done, "r".into(), 3000));
-        assert_eq!(ended(&late, 3, false, 8999), (End::Failed, "r".into(), 8999), "over its limit, but not stopped");
+        assert_eq!(
+            ended(&late, 3, false, 8999),
+            (End::Failed, "r".into(), 8999),
+            "over its limit, but not stopped"
+        );
         assert_eq!(ended(&late, 0, true, 9001), (End::Failed, limit.clone(), 9001));
         assert_eq!(ended(&late, 3, false, 9001), (End::Failed, limit, 9001));
         let mut again = Jobs::default();

@@ -18,6 +18,15 @@ pub struct Usage {
     pub peak_memory_bytes: Option<u64>,
 }
 
+impl Usage {
+    /// Returns the usage of several starts together. Those whose usage is unknown do not count.
+    pub(crate) fn total(earlier: Option<Self>, last: Option<Self>) -> Option<Self> {
+        let (Some(one), Some(other)) = (earlier, last) else { return earlier.or(last) };
+        let peak_memory_bytes = one.peak_memory_bytes.max(other.peak_memory_bytes);
+        Some(Self { cpu_ms: one.cpu_ms.saturating_add(other.cpu_ms), peak_memory_bytes })
+    }
+}
+
 /// A change of a job or the node. Times are in milliseconds on the node's clock (`clock`). Later versions only add
 /// fields, with defaults. An unknown kind of record was written by a newer version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -100,6 +109,9 @@ pub(crate) enum Record {
         lost: bool,
         #[serde(default, skip_serializing_if = "is_zero")]
         at: u64,
+        /// Usage of the start that was lost.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        usage: Option<Usage>,
     },
     /// The whole node is back in service. Drained GPUs stay drained.
     Resumed {
@@ -242,6 +254,12 @@ pub struct Submitted {
     /// Number of times that the job went back to the queue.
     #[serde(skip_serializing_if = "is_zero_u32")]
     pub requeues: u32,
+    /// Run time of the starts before that, in milliseconds.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub earlier_ms: u64,
+    /// Usage of these starts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub earlier_usage: Option<Usage>,
 }
 
 /// The user who cancelled a job.

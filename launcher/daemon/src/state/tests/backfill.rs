@@ -266,14 +266,17 @@ fn outcome_of_a_dependency_outlives_it() {
 fn lost_job_goes_back_to_the_queue_ten_times() {
     let mut jobs = Jobs::default();
     add(&mut jobs, with(job(1, 1, 0, None), |scheduling| scheduling.requeue = true));
+    let usage = Some(Usage { cpu_ms: 7, peak_memory_bytes: Some(9) });
     for start in 1..=11 {
         jobs.apply(Record::Starting { job: 1, start, gpus: vec![], boot: "b".into(), at: NOW });
-        let Some(record) = jobs.requeue(1, "reboot", NOW + HOUR) else {
+        let Some(record) = jobs.requeue(1, "reboot", NOW + HOUR, usage) else {
             assert_eq!(start, 11);
             return;
         };
         jobs.apply(record);
         assert_eq!(jobs.jobs[&1].submitted.requeues, start);
+        let total = Usage { cpu_ms: u64::from(start) * 7, peak_memory_bytes: Some(9) };
+        assert_eq!(jobs.jobs[&1].totals(), (u64::from(start) * HOUR, Some(total)));
         assert_eq!(of(jobs.records()), jobs);
     }
     panic!("requeued {} times", jobs.jobs[&1].submitted.requeues);
@@ -282,10 +285,10 @@ fn lost_job_goes_back_to_the_queue_ten_times() {
 #[test]
 fn cancelled_and_non_requeueable_jobs_are_not_requeued() {
     let mut jobs = of([submitted(1, 1, 0, 0), starting(1, &[])]);
-    assert_eq!(jobs.requeue(1, "reboot", NOW), None);
+    assert_eq!(jobs.requeue(1, "reboot", NOW, None), None);
     add(&mut jobs, with(job(2, 1, 0, None), |scheduling| scheduling.requeue = true));
     jobs.apply(Record::Starting { job: 2, start: 1, gpus: vec![], boot: "b".into(), at: NOW });
-    assert!(jobs.requeue(2, "reboot", NOW).is_some());
+    assert!(jobs.requeue(2, "reboot", NOW, None).is_some());
     jobs.apply(Record::Cancelled { job: 2, uid: 1, user: String::new(), at: NOW });
-    assert_eq!(jobs.requeue(2, "reboot", NOW), None);
+    assert_eq!(jobs.requeue(2, "reboot", NOW, None), None);
 }

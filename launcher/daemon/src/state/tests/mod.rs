@@ -49,7 +49,7 @@ fn ended(job: u64, at: u64) -> Record {
 }
 
 fn requeued(job: u64, reason: &str) -> Record {
-    Record::Requeued { job, reason: reason.into(), lost: false, at: 0 }
+    Record::Requeued { job, reason: reason.into(), lost: false, at: 0, usage: None }
 }
 
 fn drained(gpus: &[&str], undo: bool, reason: &str) -> Record {

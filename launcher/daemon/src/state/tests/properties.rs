@@ -36,7 +36,7 @@ fn any_record() -> impl Strategy<Value = Record> {
         }),
         1 => job.clone().prop_map(|job| requeued(job, "z")),
         1 => (job.clone(), 0..9_u64).prop_map(|(job, at)| {
-            Record::Requeued { job, reason: "z".into(), lost: true, at }
+            Record::Requeued { job, reason: "z".into(), lost: true, at, usage: None }
         }),
         1 => (job.clone(), any::<bool>())
             .prop_map(|(job, admin)| Record::Held { job, uid: 1, user: String::new(), admin, at: 0 }),
