@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::http::StatusCode;
 use tokio::sync::mpsc::UnboundedSender;
-use xlaunch_worker::serve::{Job, Options, Output, Request, Scores, Service};
+use xlaunch_worker::serve::{Job, Options, Output, Request, Service};
 
 use super::error::ApiError;
 use super::request::{Endpoint, Input, TextRequest};
@@ -28,6 +28,7 @@ pub(super) struct Prompt {
 /// A prompt as text.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Echo {
+    /// Ends before a character that the prompt does not complete: generated text begins with that.
     pub(super) text: String,
     /// Number of characters before each token.
     pub(super) starts: Vec<usize>,
@@ -42,7 +43,6 @@ impl Plan {
             Endpoint::Completions => "prompt",
             Endpoint::Chat => "messages",
         };
-        let scores = request.top_logprobs.map(|top| Scores { top, prompt: request.echo });
         let prompt = |(index, input): (usize, &Input)| {
             let failed = |reason: String| {
                 let name = if several { format!("prompt {}", index + 1) } else { "the prompt".into() };
@@ -63,7 +63,8 @@ impl Plan {
                 sampling: service.sampling(request.sampling),
                 seed: request.seed.unwrap_or(seed),
                 stop: request.stop.clone(),
-                scores,
+                scores: request.top_logprobs,
+                echo: request.echo,
             };
             let echo = request.echo.then(|| echo(input, &tokens, service));
             Ok(Prompt { tokens: tokens.into(), echo, options: Arc::new(options) })
@@ -127,16 +128,17 @@ fn room(tokens: usize, request: &TextRequest, context: usize) -> Result<usize, S
 }
 
 fn echo(input: &Input, tokens: &[u32], service: &Service) -> Echo {
-    let decoded = service.decode(tokens);
-    let starts = service.starts(tokens);
-    match input {
-        // The tokenizer may have put tokens before the text.
-        Input::Text(text) if decoded.ends_with(text) => {
-            let before = decoded.chars().count() - text.chars().count();
-            let starts = starts.iter().map(|start| start.saturating_sub(before)).collect();
-            Echo { text: text.clone(), starts }
+    let (text, starts) = service.echo(tokens);
+    // The tokenizer may have put tokens before the text.
+    let before = match input {
+        Input::Text(own) => {
+            service.decode(tokens).strip_suffix(own.as_str()).map_or(0, |before| before.chars().count())
         }
-        _ => Echo { text: decoded, starts },
+        _ => 0,
+    };
+    Echo {
+        text: text.chars().skip(before).collect(),
+        starts: starts.iter().map(|start| start.saturating_sub(before)).collect(),
     }
 }
 

@@ -159,6 +159,15 @@ fn prompts_are_scored_as_texts_and_as_ids() {
     let only = scores(json!([ids]), 0);
     assert_eq!(only[0]["logprobs"]["token_logprobs"].as_array().unwrap()[..], own[..32]);
     assert_eq!((&only[0]["text"], &only[0]["finish_reason"]), (&json!(text), &json!("length")));
+    // The last character is incomplete and belongs to the prompt.
+    let incomplete = [&b"line 4: "[..], b"\xe6\x97"].concat();
+    let repeated = scores(json!(incomplete), 1);
+    let body = json!({"prompt": incomplete, "max_tokens": 1, "temperature": 0});
+    let new = server.post_ok(COMPLETIONS, &body)["choices"][0]["text"].take();
+    let new = new.as_str().unwrap();
+    assert!(new.len() == 1 && new.is_ascii(), "{new:?}");
+    assert_eq!(repeated[0]["text"], format!("line 4: \u{fffd}{new}"));
+    assert_eq!(repeated[0]["logprobs"]["text_offset"], json!([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9]));
 }
 
 fn streamed_text_is_the_whole_text_in_pieces() {

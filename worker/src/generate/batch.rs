@@ -142,7 +142,7 @@ impl<'a> Batch<'a> {
 
     /// Computes a prompt, and scores its tokens; `None` if logits are not finite.
     fn score_prompt(&mut self, slot: usize, request: &Request) -> Result<Option<Vec<Scored>>> {
-        let top = request.options.scores.map_or(0, |scores| scores.top);
+        let top = request.options.scores.unwrap_or(0);
         let mut next = request.tokens.iter().skip(1);
         let mut scores = Vec::with_capacity(request.tokens.len());
         self.decoder.prefill_with_logits(slot, &request.tokens, &mut |logits| {
@@ -209,7 +209,7 @@ impl<'a> Batch<'a> {
             };
             let scored = |id: u32| match scores {
                 None => Some((id, None)),
-                Some(scores) => Some((id, Some(score(&self.logits, id, scores.top)?))),
+                Some(top) => Some((id, Some(score(&self.logits, id, *top)?))),
             };
             all.push(id.and_then(scored));
         }

@@ -61,6 +61,7 @@ pub fn run(
         seed: command.seed,
         stop: command.stop.clone(),
         scores: None,
+        echo: false,
     };
     let mut prompts = Vec::new();
     for (index, prompt) in command.prompts.iter().enumerate() {

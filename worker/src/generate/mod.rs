@@ -52,17 +52,12 @@ pub struct Options {
     pub seed: u64,
     /// The text ends before any of these.
     pub stop: Vec<String>,
-    /// Scores to report; `None` reports none.
-    pub scores: Option<Scores>,
-}
-
-/// Log-probabilities to report.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Scores {
-    /// Number of most likely tokens to report in addition to each token.
-    pub top: usize,
-    /// True to score the tokens of the prompt as well.
-    pub prompt: bool,
+    /// Number of most likely tokens whose log-probabilities are reported in addition to that of each token; `None`
+    /// reports no log-probabilities.
+    pub scores: Option<usize>,
+    /// The caller repeats the prompt before the text: the prompt's tokens are scored as well, and a character that the
+    /// prompt does not complete is part of the text.
+    pub echo: bool,
 }
 
 /// The ids that a model may generate.
@@ -98,7 +93,7 @@ impl Request {
     }
 
     fn scores_prompt(&self) -> bool {
-        self.options.scores.is_some_and(|scores| scores.prompt)
+        self.options.scores.is_some() && self.options.echo
     }
 }
 

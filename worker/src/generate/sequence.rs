@@ -68,10 +68,14 @@ impl Sequence {
         request: Request,
         started: Instant,
     ) -> Self {
-        let Options { sampling, seed, stop, .. } = &*request.options;
+        let Options { sampling, seed, stop, echo, .. } = &*request.options;
         let mut decoder = settings.tokenizer.decoder();
         // The text of a token may depend on earlier tokens.
-        decoder.skip(&request.tokens);
+        if *echo {
+            request.tokens.iter().for_each(|id| drop(decoder.push(*id)));
+        } else {
+            decoder.skip(&request.tokens);
+        }
         let row = Row { slot, position: request.tokens.len(), token: 0 };
         // Random numbers do not depend on the prompt, so a prompt gives the same text alone and in a batch.
         let random = stream(*seed, &format!("generate {}", request.sample));
@@ -107,8 +111,9 @@ impl Sequence {
             return Some(FinishReason::EndOfText);
         }
         self.tokens += 1;
-        let decoded = self.decoder.push(id);
-        let start = self.characters;
+        let earlier = self.decoder.settle(id);
+        let start = self.characters + earlier.chars().count();
+        let decoded = earlier + &self.decoder.push(id);
         self.characters += decoded.chars().count();
         let Shown { text, stopped } = self.text.push(&decoded);
         sink(self.number, Output::Token(Token { id, start, text, scored }));

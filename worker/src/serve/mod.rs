@@ -22,7 +22,7 @@ use xlaunch_spec::refusal::Refusal;
 use crate::generate::{Prompt, SamplingOverrides, Settings};
 use crate::pretrained::{Device, Source};
 
-pub use crate::generate::{FinishReason, Options, Output, Request, Sampling, Scored, Scores, Token};
+pub use crate::generate::{FinishReason, Options, Output, Request, Sampling, Scored, Token};
 pub use engine::{Job, run};
 
 /// Arguments of the command line.
@@ -90,16 +90,22 @@ impl Service {
         self.settings.tokenizer.decode(ids)
     }
 
-    /// Returns the number of characters of text before each id, within the text of all of them.
-    pub fn starts(&self, ids: &[u32]) -> Vec<usize> {
+    /// Returns the text of a prompt that later ids do not change, and the number of characters before each id.
+    pub fn echo(&self, ids: &[u32]) -> (String, Vec<usize>) {
         let mut decoder = self.settings.tokenizer.decoder();
-        let mut length = 0;
+        let (mut text, mut length) = (String::new(), 0);
+        let mut append = |part: &str| {
+            text += part;
+            length += part.chars().count();
+            length
+        };
         let start = |id: &u32| {
-            let start = length;
-            length += decoder.push(*id).chars().count();
+            let start = append(&decoder.settle(*id));
+            append(&decoder.push(*id));
             start
         };
-        ids.iter().map(start).collect()
+        let starts = ids.iter().map(start).collect();
+        (text, starts)
     }
 
     /// Returns the bytes of a token. A special token is written as in the tokenizer's file.
@@ -145,7 +151,9 @@ mod tests {
         let ids = service.text_prompt("I say \u{1f980}.".into()).unwrap();
         let texts: Vec<String> = ids.iter().map(|id| service.token_text(*id)).collect();
         assert_eq!(texts, ["I", " say", "bytes:\\x20\\xf0\\x9f", "bytes:\\xa6", "bytes:\\x80", "."]);
-        assert_eq!(service.starts(&ids), [0, 1, 5, 6, 6, 7]);
+        assert_eq!(service.echo(&ids), ("I say \u{1f980}.".into(), vec![0, 1, 5, 6, 6, 7]));
+        let incomplete = [ids[0], ids[2], ids[5], ids[2]];
+        assert_eq!(service.echo(&incomplete), ("I \u{fffd}. ".into(), vec![0, 1, 3, 4]));
         assert_eq!(service.token_text(50_256), "<|endoftext|>");
         assert_eq!(
             (service.token_text(50_257).as_str(), service.token_bytes(50_257)),

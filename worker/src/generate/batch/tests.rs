@@ -9,7 +9,7 @@ use xlaunch_spec::model::{Arch, ModelSection, RopeScaling};
 
 use super::*;
 use crate::generate::command::generate;
-use crate::generate::{FinishReason, Sampling, Scores, Token, Update, Vocabulary};
+use crate::generate::{FinishReason, Sampling, Token, Update, Vocabulary};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, init};
 
@@ -49,9 +49,9 @@ fn settings(tokenizer: Tokenizer) -> Settings {
     Settings::for_test(tokenizer, Vocabulary { size: 50_257, ends: vec![50_256] })
 }
 
-fn options(temperature: f64, scores: Option<Scores>) -> Options {
+fn options(temperature: f64, scores: Option<usize>) -> Options {
     let sampling = Sampling { temperature, top_k: None, top_p: 1.0 };
-    Options { max_tokens: 12, sampling, seed: 1, stop: Vec::new(), scores }
+    Options { max_tokens: 12, sampling, seed: 1, stop: Vec::new(), scores, echo: false }
 }
 
 #[test]
@@ -79,9 +79,8 @@ fn end_of_text_ends_each_sequence_of_a_batch_at_its_position() {
 fn token_that_ends_a_text_is_scored_without_being_part_of_it() {
     let settings = settings(Tokenizer::gpt2());
     let model = model(&settings.tokenizer);
-    let scores = Some(Scores { top: 1, prompt: true });
-    let request =
-        Request { tokens: vec![1, 2, 3].into(), sample: 0, options: Arc::new(options(0.0, scores)) };
+    let options = Options { echo: true, ..options(0.0, Some(1)) };
+    let request = Request { tokens: vec![1, 2, 3].into(), sample: 0, options: Arc::new(options) };
     let mut submit = |batch: &mut Batch<'_>, step: usize| {
         if step == 0 {
             batch.submit(7, request.clone());
@@ -160,9 +159,8 @@ fn run(
 fn requests_that_join_and_leave_do_not_change_a_bit_of_others() {
     let settings = Settings::for_test(Tokenizer::bytes(), Vocabulary { size: 256, ends: Vec::new() });
     let model = random_model(RopeScaling::Default);
-    let scores = Some(Scores { top: 3, prompt: true });
-    let greedy = Options { max_tokens: 20, ..options(0.0, scores) };
-    let drawn = Options { max_tokens: 9, ..options(1.0, Some(Scores { top: 1, prompt: false })) };
+    let greedy = Options { max_tokens: 20, echo: true, ..options(0.0, Some(3)) };
+    let drawn = Options { max_tokens: 9, ..options(1.0, Some(1)) };
     let plain = Options { max_tokens: 14, ..options(0.0, None) };
     let request = |length: u32, options: &Options| Request {
         tokens: (0..length).map(|i| (length + i * i * 31) % 256).collect(),
