@@ -1,8 +1,8 @@
 //! The rules between the values of a job.
 
 use super::{
-    Device, JobSection, JobSpec, LoraSection, MuonSection, Optimizer, Precision, Schedule, Tokenizer,
-    TrainSection, WireDtype, data_source, sizes,
+    DataSection, Device, JobSection, JobSpec, LoraSection, MuonSection, Optimizer, Precision, Schedule,
+    Tokenizer, TrainSection, WireDtype, data_source, sizes,
 };
 use crate::command::MAX_NPROC;
 use crate::invalid::{Invalid, positive, positive_in_fp32, within};
@@ -115,6 +115,26 @@ impl JobSpec {
                 "train.decay_steps",
                 train.decay_steps.is_some() && train.schedule != Schedule::Wsd,
                 "train.schedule is not \"wsd\"",
+            ),
+            (
+                "train.min_lr_ratio",
+                train.min_lr_ratio != default.min_lr_ratio && train.schedule == Schedule::Constant,
+                "train.schedule is \"constant\"",
+            ),
+            (
+                "train.sample_every",
+                train.sample_every != 0 && train.sample == 0,
+                "train.sample is 0, so no text is sampled",
+            ),
+            (
+                "data.val_fraction",
+                self.data.val_fraction != DataSection::default().val_fraction && !self.data.val.is_empty(),
+                "data.val is set",
+            ),
+            (
+                "launch.restart_window",
+                self.launch.restart_window != 0.0 && self.launch.max_restarts == 0,
+                "launch.max_restarts is 0",
             ),
             (
                 "checkpoint.keep_best",
@@ -258,10 +278,26 @@ mod tests {
         };
         assert!(warnings(&[]).is_empty());
         let moe = |s: &mut JobSpec| s.model.experts = Some(4);
-        let cases: [(&str, Change, Change); 7] = [
+        let cases: [(&str, Change, Change); 11] = [
             ("[lora]", |s| s.lora.alpha = Some(32.0), |s| s.lora.rank = 8),
             ("[muon]", |s| s.muon.lr = 0.1, |s| s.train.optimizer = Optimizer::Muon),
             ("train.decay_steps", |s| s.train.decay_steps = Some(9), |s| s.train.schedule = Schedule::Wsd),
+            (
+                "train.min_lr_ratio",
+                |s| (s.train.min_lr_ratio, s.train.schedule) = (0.2, Schedule::Constant),
+                |s| s.train.schedule = Schedule::Cosine,
+            ),
+            (
+                "train.sample_every",
+                |s| (s.train.sample_every, s.train.sample) = (5, 0),
+                |s| s.train.sample = 9,
+            ),
+            (
+                "data.val_fraction",
+                |s| (s.data.val_fraction, s.data.val) = (0.1, vec!["val".into()]),
+                |s| s.data.val.clear(),
+            ),
+            ("launch.restart_window", |s| s.launch.restart_window = 60.0, |s| s.launch.max_restarts = 1),
             (
                 "checkpoint.keep_best",
                 |s| (s.checkpoint.keep_best, s.train.eval_every) = (1, 0),
