@@ -127,6 +127,8 @@ impl TimeAccount {
                 self.settle_as(Use::Evaluation, now);
                 self.stopping |= eval.stopped_after > 0;
             }
+            // A text that is sampled before the first step is part of the start.
+            Report::Sample(_) if self.current != Use::Start => self.settle_as(Use::Evaluation, now),
             Report::Checkpoint(saved) => {
                 self.write_seconds = saved.seconds;
                 // Before the last step, training continues while checkpoints are written.
@@ -158,7 +160,12 @@ impl TimeAccount {
         self.settle(now);
         (self.steps, self.hangs_now) = (self.steps + 1, false);
         self.furthest = self.furthest.max(step.step);
-        self.current = if step.step < self.furthest { Use::Repeated } else { Use::Step };
+        self.current = match step.step {
+            // The last evaluation and sample follow.
+            last if last == self.total_steps => Use::Evaluation,
+            earlier if earlier < self.furthest => Use::Repeated,
+            _ => Use::Step,
+        };
     }
 
     /// A rank of a command has sent a heartbeat, so it was not hanging until now.

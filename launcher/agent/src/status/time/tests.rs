@@ -1,5 +1,5 @@
 use proptest::prelude::*;
-use xlaunch_proto::v1::{CheckpointReport, CheckpointSkipped, EvalReport, TrainStarted};
+use xlaunch_proto::v1::{CheckpointReport, CheckpointSkipped, EvalReport, SampleReport, TrainStarted};
 
 use super::*;
 
@@ -31,9 +31,11 @@ fn time_of_a_job_with_a_restart_is_divided_by_kind() {
     // start 4, step 2
     account.reported(&step(1, 2.0, 0.0), at(6.0));
     account.reported(&step(2, 2.0, 0.0), at(8.0));
-    // evaluation 1
+    // evaluation 1 and a sample 0.25
     account.reported(&Report::Eval(EvalReport::default()), at(9.0));
-    // checkpoint 0.5, step 2
+    let sample = Report::Sample(SampleReport::default());
+    account.reported(&sample, at(9.25));
+    // checkpoint 0.5, step 1.75
     account.reported(&step(3, 2.0, 0.5), at(11.5));
     // A checkpoint written in the background takes no time.
     account.reported(
@@ -46,6 +48,7 @@ fn time_of_a_job_with_a_restart_is_divided_by_kind() {
     account.restarts("killed", at(14.0));
     account.begin_attempt(at(15.0));
     account.reported(&started(4), at(16.0));
+    account.reported(&sample, at(16.5));
     account.reported(&step(3, 1.0, 0.0), at(18.0));
     assert_eq!(
         account.take_restart_times().as_deref(),
@@ -55,9 +58,10 @@ fn time_of_a_job_with_a_restart_is_divided_by_kind() {
     account.reported(&step(4, 2.0, 0.0), at(20.0));
     account.reported(&Report::Eval(EvalReport::default()), at(20.5));
     account.reported(&Report::Checkpoint(CheckpointReport::default()), at(21.5));
+    // A sample 0.5, which is not reported because of a stop.
     account.end(at(22.0));
     //   step  repeated checkpoint evaluation start hang down
-    let expected = [10.0, 1.0, 1.5, 1.5, 6.0, 0.0, 2.0];
+    let expected = [9.25, 1.0, 1.5, 2.25, 6.0, 0.0, 2.0];
     assert_eq!(kinds(&account, at(100.0)), expected);
     let count = RestartCount { cause: "killed".into(), restarts: 1 };
     assert_eq!(account.accounting(at(100.0)).restarts, [count]);
@@ -135,6 +139,7 @@ fn input() -> impl Strategy<Value = Input> {
         5 => (1_u64..20, -1.0_f64..10.0, -1.0_f64..10.0).prop_map(|(number, took, save)| step(number, took, save)),
         1 => Just(started(19)),
         1 => Just(Report::Eval(EvalReport::default())),
+        1 => Just(Report::Sample(SampleReport::default())),
         1 => Just(Report::Checkpoint(CheckpointReport::default())),
         1 => Just(Report::CheckpointSkipped(CheckpointSkipped::default())),
     ];
