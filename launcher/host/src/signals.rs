@@ -4,9 +4,9 @@
 //! The job decides which signals stop it. SIGUSR1 and SIGUSR2, unless they are among those, are forwarded to the
 //! workers: schedulers use them to announce the end of an allocation. The trainer takes SIGUSR1 as a request for a
 //! checkpoint. SIGTSTP stops the workers, then xlaunch itself; SIGCONT continues both. Ctrl-Z has no effect on a
-//! terminal without a shell that could continue them. A SIGHUP that was ignored when xlaunch started stays ignored, for
-//! `nohup`. An ignored SIGINT does not: shells ignore it for background commands, but a SIGINT sent to one of them
-//! explicitly is intended.
+//! terminal without a shell that could continue them. SIGWINCH is forwarded to workers with a terminal of their own,
+//! which gets the new size first. A SIGHUP that was ignored when xlaunch started stays ignored, for `nohup`. An ignored
+//! SIGINT does not: shells ignore it for background commands, but a SIGINT sent to one of them explicitly is intended.
 //!
 //! A launch listens from its beginning, before it has anything to stop: the kernel does not deliver signals without a
 //! handler to PID 1, which a launch in a container often is.
@@ -33,6 +33,8 @@ pub enum SignalRequest {
     Suspend,
     /// Continue the workers.
     Resume,
+    /// Tell the workers the new size of the terminal.
+    Resize,
 }
 
 /// Signals to this process, in the order of arrival.
@@ -83,7 +85,7 @@ impl Signals {
                     notify(&format!("{name} has no effect yet: no worker runs here"));
                 }
                 SignalRequest::Suspend => suspend_this_process(),
-                SignalRequest::Resume => {}
+                SignalRequest::Resume | SignalRequest::Resize => {}
             }
         }
     }
@@ -116,7 +118,11 @@ fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<Signal
     let forwarded = [Signal::USR1, Signal::USR2].into_iter().filter(|signal| !stopping.contains(signal));
     let all = stopping.iter().map(|signal| (*signal, SignalRequest::Stop(*signal)));
     let all = all.chain(forwarded.map(|signal| (signal, SignalRequest::Forward(signal))));
-    let all = all.chain([(Signal::TSTP, SignalRequest::Suspend), (Signal::CONT, SignalRequest::Resume)]);
+    let all = all.chain([
+        (Signal::TSTP, SignalRequest::Suspend),
+        (Signal::CONT, SignalRequest::Resume),
+        (Signal::WINCH, SignalRequest::Resize),
+    ]);
     let nohup = is_ignored(Signal::HUP);
     let (requests, stream) = mpsc::unbounded_channel();
     for (number, request) in all.filter(|(signal, _)| !(nohup && *signal == Signal::HUP)) {

@@ -168,7 +168,7 @@ async fn connect(
             request = signals.next() => match request {
                 SignalRequest::Stop(signal) => return Err(interrupted(signal)),
                 SignalRequest::Suspend => suspend_this_process(),
-                SignalRequest::Forward(_) | SignalRequest::Resume => {}
+                SignalRequest::Forward(_) | SignalRequest::Resume | SignalRequest::Resize => {}
             },
             Some((node, failure)) = not_up_yet.recv() => drop(retried.insert(node, failure)),
             _ = note.tick() => {
@@ -282,7 +282,7 @@ async fn supervise(
                 SignalRequest::Forward(signal) => send(&mut inputs, signal).await,
                 // An agent that is suspended could not be continued through its input.
                 SignalRequest::Suspend => suspend_this_process(),
-                SignalRequest::Resume => {}
+                SignalRequest::Resume | SignalRequest::Resize => {}
             },
             () = sleep_until(kill_at.unwrap_or_else(Instant::now)), if kill_at.is_some() => {
                 running.abort_all();

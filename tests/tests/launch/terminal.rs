@@ -16,6 +16,7 @@ xlaunch_harness::tests! {
     preloaded_worker_is_answered_on_a_terminal,
     only_shown_rank_gets_the_terminal,
     stdout_of_a_single_shown_rank_is_a_terminal_like_xlaunchs_own,
+    single_rank_gets_the_new_size_of_the_terminal_with_one_signal,
     line_at_a_prompt_of_a_single_rank_can_be_edited_and_recalled,
     terminal_is_usable_after_a_worker_is_killed_while_it_reads_keys,
     ctrl_c_at_a_prompt_reaches_every_rank_once,
@@ -137,6 +138,28 @@ fn stdout_of_a_single_shown_rank_is_a_terminal_like_xlaunchs_own() {
     let log = std::fs::read_dir(launch.path().join("logs")).unwrap().next().unwrap().unwrap();
     let log = std::fs::read_to_string(log.path().join("attempt_0/0/stdout.log")).unwrap();
     assert_eq!(log, format!("stdout: {size}\n"));
+}
+
+fn single_rank_gets_the_new_size_of_the_terminal_with_one_signal() {
+    let launch = Launch::new();
+    launch.write(
+        "resize.py",
+        "
+import fcntl, os, signal, struct, termios, time
+sizes = []
+signal.signal(signal.SIGWINCH, lambda *_: sizes.append(tuple(os.get_terminal_size(1))))
+with open('/dev/tty') as terminal:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack('4H', 11, 55, 0, 0))
+while not sizes:
+    time.sleep(0.01)
+time.sleep(0.1)
+print('sizes:', *sizes)
+",
+    );
+    for arguments in ["", "--preload json "] {
+        let run = format!("stty rows 33 cols 97; $X {arguments}resize.py; echo code-$?\n");
+        in_shell(&launch, &[send(&run), expect("sizes: (55, 11)\r\n"), expect("code-0")]);
+    }
 }
 
 fn pager_of_a_single_rank_reads_keys() {

@@ -142,6 +142,13 @@ impl Attempt {
         self.processes.iter().for_each(ProcessTree::resume);
     }
 
+    /// Gives workers' terminals the size of xlaunch's own. The kernel sends SIGWINCH only to xlaunch's process group.
+    pub(super) fn resize(&self) {
+        for started in self.workers.iter().flatten().filter(|started| started.output.resize()) {
+            started.worker.signal(Signal::WINCH);
+        }
+    }
+
     /// Returns whether the OOM killer has ended this rank, according to its own cgroup and that of the launch.
     pub(super) fn is_out_of_memory(&self, rank: u32, exit: Exit) -> bool {
         let kills = self.processes.as_ref().filter(|_| exit == Exit::Signal(Signal::KILL.as_raw()));

@@ -88,6 +88,7 @@ impl Driver<'_> {
                 self.preloader.iter().for_each(Preloader::resume);
                 self.attempt.resume();
             }
+            SignalRequest::Resize => self.attempt.resize(),
         }
         None
     }

@@ -390,6 +390,11 @@ impl RankOutput {
         self.pumps[1].written()
     }
 
+    /// Gives the worker's stdout the size of xlaunch's terminal. Returns whether it is a terminal.
+    pub(crate) fn resize(&self) -> bool {
+        self.pumps[0].resize()
+    }
+
     /// Waits until all output of an exited worker has been moved. Gives up after `timeout` without progress, because
     /// another process may hold the pipe open, or the console may be blocked.
     pub(crate) async fn end(&mut self, timeout: Duration) {

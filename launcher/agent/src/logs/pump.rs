@@ -122,6 +122,12 @@ impl Pump {
         Written { pipe: self.pipe.clone(), counts: self.counts.clone() }
     }
 
+    /// Gives a worker's terminal the size of the console. Returns whether this stream is a terminal.
+    pub(super) fn resize(&self) -> bool {
+        let own = self.console.as_ref().filter(|_| self.pipe.is_terminal());
+        own.inspect(|own| own.resize(&self.pipe)).is_some()
+    }
+
     /// Number of bytes of this stream that were moved, and of all streams that were written to the console.
     fn progress(&self) -> (u64, u64) {
         let written = self.console.as_ref().map_or(0, |console| console.written.load(Ordering::Relaxed));
