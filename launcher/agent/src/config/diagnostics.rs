@@ -167,6 +167,20 @@ fn key_at(table: &DeTable<'_>, at: usize) -> Option<(String, bool)> {
     })
 }
 
+/// Refuses a list in place of a section, such as `[[train]]`: serde would read it as the values of the section's keys.
+/// `known`: all keys, as `section.key`.
+pub(super) fn check_sections(path: &Path, text: &str, known: &[String]) -> Result<(), ConfigError> {
+    let Ok(document) = DeTable::parse(text) else { return Ok(()) };
+    for (name, value) in document.get_ref() {
+        let is_section = |key: &String| key.split('.').next() == Some(name.get_ref());
+        if value.get_ref().is_array() && known.iter().any(is_section) {
+            let help = format!("expected the section [{}]", name.get_ref());
+            return Err(ConfigError::at(path, text, value.span(), "invalid type: list".into(), help));
+        }
+    }
+    Ok(())
+}
+
 /// Returns the span of the value of `section.key` in the text.
 fn span_of(text: &str, key: &str) -> Option<Range<usize>> {
     let (section, key) = key.split_once('.')?;

@@ -62,9 +62,10 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
     let mut warnings = Vec::new();
     let text = &rename_keys(path, text.to_owned(), &mut warnings)?;
     let in_file = |error| ConfigError::in_file(path, text, &keys::all(), &error);
+    let mut table: Table = toml::from_str(text).map_err(in_file)?;
+    diagnostics::check_sections(path, text, &keys::all())?;
     // The file is parsed on its own first, because only then do errors have a place in it.
     toml::from_str::<JobSpec>(text).map_err(in_file)?;
-    let mut table: Table = toml::from_str(text).map_err(in_file)?;
     let overrides = renamed_overrides(overrides, &mut warnings)?;
     check_alternatives(path, text, &overrides)?;
     for change in &overrides {
@@ -283,6 +284,8 @@ mod tests {
             "[model]\narch = 3\n",
             "[model]\narch = \"bert\"\n",
             "train = 3\n",
+            "train = [3]\n",
+            "[[train]]\nlr = 1\n",
             "[train]\nlr = -1.0\n",
             // The value that does not fit is a default of the preset; the message still names the key.
             "[model]\nheads = 3\n",
