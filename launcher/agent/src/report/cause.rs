@@ -332,7 +332,7 @@ fn foreign_signal(exit: Exit, signal: i32, evidence: &Evidence) -> Option<Cause>
         8 => Cause::new("division by zero or another arithmetic error (SIGFPE)"),
         9 if evidence.oom_kills.host == Some(0) => {
             Cause::new("killed by SIGKILL, sent neither by xlaunch nor by the OOM killer")
-                .with_help(or_cpu_limit("another user or program on this host sent it", evidence))
+                .with_help(or_cpu_limit("the program itself, another program or a user sent it", evidence))
         }
         9 => Cause::new("killed by SIGKILL, not sent by xlaunch: perhaps by the OOM killer")
             .with_help(or_cpu_limit("check the kernel log: dmesg, or journalctl -k", evidence)),

@@ -98,6 +98,9 @@ fn sigkill_of_unknown_origin_names_the_limit_of_cpu_time() {
 fn oom_kills_by_counter() {
     let killed = evidence(Exit::Signal(9), &traceback("ValueError: got over this"));
     assert_eq!(of(&killed).0, "killed by SIGKILL, not sent by xlaunch: perhaps by the OOM killer");
+    let help =
+        of(&Evidence { oom_kills: OomKills { host: Some(0), ..OomKills::default() }, ..killed.clone() }).1;
+    assert_eq!(help, "the program itself, another program or a user sent it");
     let with = |oom_kills| of(&Evidence { oom_kills, ..killed.clone() }).0;
     let (rank, launch) =
         (OomKills { rank: 1, ..OomKills::default() }, OomKills { launch: 1, ..OomKills::default() });
