@@ -176,7 +176,7 @@ impl Model {
         if let Some([bias, _]) = &params.expert_biases {
             self.add_expert_bias(fc.shape, fc.offsets, bias, h.all())?;
         }
-        let a = self.gated(shapes.choices(), &h, shapes.out.inputs, choices.end(shapes))?;
+        let a = self.gated(shapes.choices(), &h, choices.end(shapes))?;
         let y = self.expert_layer(out, &a)?;
         if let Some([_, bias]) = &params.expert_biases {
             self.add_expert_bias(out.shape, out.offsets, bias, y.all())?;
@@ -194,10 +194,8 @@ impl Model {
         let CostlyExperts { choices, h, y } = kept;
         let (shapes, of_group) = (self.expert_shapes(x), self.of_group([x], progress)?);
         let x = of_group.as_ref().map_or(x, |[of_group]| of_group);
-        let (rows, a) = (
-            self.gathered(shapes, &choices, x)?,
-            self.gated(shapes.choices(), &h, shapes.out.inputs, choices.end(shapes))?,
-        );
+        let (rows, a) =
+            (self.gathered(shapes, &choices, x)?, self.gated(shapes.choices(), &h, choices.end(shapes))?);
         Ok(Experts { choices, rows, h, a, y })
     }
 
@@ -321,7 +319,7 @@ impl Model {
         let (shape, choice_of, end) = (shapes.rows, choices.choice_of.all(), choices.end(shapes));
         let rows = self.activation(shapes.choices() * shape.cols)?;
         self.backend.run(GatherRows { shape, choice_of, x: x.all(), rows: rows.all(), end })?;
-        // The rows are copies of the tokens, of which there are fewer.
+        // There are fewer tokens than rows, which are copies of them.
         let in_fp8 = self.in_fp8(shapes.choices());
         let amax = in_fp8.then(|| self.measure([shape.tokens, shape.cols], x.all(), None)).transpose()?;
         Ok(Measured { tensor: Rc::new(rows), amax })

@@ -207,7 +207,7 @@ impl Model {
     /// Computes the output of the activation function, which has this width, from its input.
     pub(super) fn activated(&self, rows: usize, h: &Tensor, ffn: usize) -> Result<Measured> {
         if self.shape.gated {
-            return self.gated(rows, h, ffn, None);
+            return self.gated(rows, h, None);
         }
         let a = self.activation(rows * ffn)?;
         let activation = self.activation_function();
@@ -216,14 +216,8 @@ impl Model {
     }
 
     /// Computes the output of the gated activation function, `[N, F]`, of the first `end` rows if there is one.
-    pub(super) fn gated(
-        &self,
-        rows: usize,
-        h: &Tensor,
-        ffn: usize,
-        end: Option<Slice<'_>>,
-    ) -> Result<Measured> {
-        let (activation, inputs) = (self.activation_function(), self.glu_inputs());
+    pub(super) fn gated(&self, rows: usize, h: &Tensor, end: Option<Slice<'_>>) -> Result<Measured> {
+        let (activation, inputs, ffn) = (self.activation_function(), self.glu_inputs(), h.len() / (2 * rows));
         let out = self.unmeasured(rows, rows * ffn)?;
         let (h, (a, amax)) = (h.all(), out.slices());
         self.backend.run(GluForward { activation, inputs, rows, ffn, h, a, end, amax })?;
