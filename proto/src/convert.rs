@@ -26,7 +26,7 @@ pub enum WireError {
         field: &'static str,
         /// Length received.
         got: usize,
-        /// What the length counts, such as `bytes`.
+        /// Unit of the length, such as `bytes`.
         unit: &'static str,
         /// Maximum length.
         limit: usize,

@@ -161,7 +161,7 @@ fn twenty_steps_have_the_same_losses_for_any_division_of_experts() {
     }
 }
 
-/// Scales are those of a rank's own rows, so that the rounding depends on the division.
+/// Most scales are those of a rank's own rows and weights, so that the rounding depends on the division.
 #[test]
 fn divided_experts_in_fp8_are_near_those_of_one_rank() {
     let dir = tempfile::tempdir().unwrap();

@@ -56,7 +56,7 @@ pub(crate) struct Account {
     pub(crate) ended_unix_ms: u64,
     /// Run time of all starts together. 0 in lines of version 0.3.
     pub(crate) run_seconds: f64,
-    /// Number of starts.
+    /// Number of starts, more than one if the job was requeued.
     pub(crate) starts: u32,
     /// Number of GPUs times the run time.
     pub(crate) gpu_seconds: f64,

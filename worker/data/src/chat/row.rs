@@ -48,8 +48,8 @@ pub(crate) enum Row {
 pub(crate) struct Chat {
     /// Objects with a `role`, in order.
     pub(crate) messages: Vec<Value>,
-    /// What the template sees beside the messages, by name: the schemas of tools, if there are any, and the fields of
-    /// the row that are not read here.
+    /// Further variables of the template by name: the schemas of tools, if there are any, and the fields of the row
+    /// that are not read here.
     pub(crate) variables: Value,
     /// Number of messages that no loss counts for: those of a prompt.
     pub(crate) prompt: usize,
@@ -175,7 +175,7 @@ fn tools(value: Option<Value>) -> Result<Value, String> {
     }
 }
 
-/// Returns what templates see beside the messages of a row.
+/// Returns the further variables of the template for a row.
 fn variables(row: &Value, tools: &Value) -> Value {
     let fields = row.try_iter().into_iter().flatten().filter_map(|key| {
         let name = key.as_str().filter(|name| !CHAT_COLUMNS.contains(name))?;

@@ -313,7 +313,7 @@ fn split(patterns: &[&str]) -> Value {
     json!({"type": "Sequence", "pretokenizers": members})
 }
 
-/// For the fast encoder, small tables of a file are extended.
+/// The fast encoder extends the small tables of a file.
 #[test]
 fn ids_of_files_with_few_tokens_are_those_of_the_exact_encoder() {
     let byte_level =
