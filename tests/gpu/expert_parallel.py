@@ -3,7 +3,7 @@
     python3 tests/gpu/expert_parallel.py --binary target/release/xlaunch --gpus 2 [--models experts-16 olmoe-4]
 
 Every run has the same tokens and initial weights. In strict fp32, with small batches, losses of step 8 must agree
-within 1e-4; later ones differ, because rounding changes which experts are chosen. Runs in bf16 show speed and memory. A
+within 1e-4; later ones differ, because rounding changes which experts are chosen. Runs in bf16 and FP8 show speed and memory. A
 deterministic run of a captured step must end with the same loss, bit for bit, as one that runs operation by operation.
 Used memory is the first GPU's, by NVML, minus the amount in use before the run. Exit code 1 if losses differ.
 """
@@ -19,7 +19,7 @@ import runner
 from memory import gib, measure
 
 # Steps before the measured ones, and measured ones.
-STEPS = {"fp32": (2, 6), "bf16": (10, 40)}
+STEPS = {"fp32": (2, 6), "bf16": (10, 40), "fp8": (10, 40)}
 TOLERANCE = 1e-4
 
 

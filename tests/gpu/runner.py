@@ -71,6 +71,10 @@ SIZES = {
                         experts_per_token=8),
     "experts-16": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=768, ffn=768, seq=1024, vocab=50304,
                        tied=False, experts=16, experts_per_token=2),
+    # Blocks of Qwen1.5-MoE-A2.7B, whose shared experts have no gate here.
+    "qwen1.5-moe-4": dict(arch="llama", layers=4, heads=16, kv_heads=16, dim=2048, ffn=1408, seq=2048, vocab=50304,
+                          tied=False, qkv_bias=True, experts=60, experts_per_token=4, shared_experts=4,
+                          normalise=False),
 }
 # Sequences per GPU.
 BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "llama-1b-8k": 4, "llama-3b": 2,
@@ -78,7 +82,7 @@ BATCHES = {"A": 32, "B": 32, "gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 16, "l
            "smollm-size": 8, "vocab-128k": 16, "qwen3-0.6b": 8, "qwen2.5-0.5b": 8, "smollm2-135m": 16,
            "speedrun-124m": 32, "olmo2-1b": 4, "gemma3-1b": 4, "mistral-8": 4, "pythia-160m": 16,
            "ernie4.5-0.3b": 8, "exaone4-1.2b": 8, "arcee-8": 4,
-           "olmoe-4": 8, "qwen3-moe-4": 8, "experts-16": 32}
+           "olmoe-4": 8, "qwen3-moe-4": 8, "experts-16": 32, "qwen1.5-moe-4": 8}
 # Shapes that nothing was tuned for, with their sequences per GPU.
 UNFAMILIAR = {
     "llama-512": (dict(layers=16, heads=24, kv_heads=4, dim=1536, ffn=4096, seq=512, vocab=32000), 48),

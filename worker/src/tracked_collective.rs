@@ -1,7 +1,7 @@
 //! A collective that records the operations that its rank starts and the time that it waits, for heartbeats and as
 //! evidence of hangs.
 
-use xlaunch_comm::{AbortHandle, Among, Collective, Operation, Result, Wait};
+use xlaunch_comm::{AbortHandle, Among, Collective, Exchange, Operation, Result, Wait};
 use xlaunch_pool::Lease;
 
 use crate::phase;
@@ -34,10 +34,15 @@ impl Collective for TrackedCollective {
         started
     }
 
-    fn exchange(&mut self, operation: Operation) -> Result<()> {
-        phase::begin_collective();
-        let exchanged = phase::wait_for_collectives(|| self.0.exchange(operation));
-        phase::collective_started();
+    fn exchange(&mut self, exchange: Exchange) -> Result<()> {
+        let starts = !matches!(exchange, Exchange::Finish);
+        if starts {
+            phase::begin_collective();
+        }
+        let exchanged = phase::wait_for_collectives(|| self.0.exchange(exchange));
+        if starts {
+            phase::collective_started();
+        }
         exchanged
     }
 

@@ -69,6 +69,18 @@ pub enum Operation {
     Broadcast { elements: Lease, root: usize },
 }
 
+/// An operation of the ranks of a group, as a part of the work on the compute stream. It is a reduce-scatter or an
+/// all-gather.
+#[derive(Debug)]
+pub enum Exchange {
+    /// Runs it in order with that work.
+    Run(Operation),
+    /// Starts it, ordered after the work enqueued so far, to run beside what is enqueued until it is finished.
+    Start(Operation),
+    /// Orders the started operation before all work that is enqueued afterwards, and ends its leases.
+    Finish,
+}
+
 impl Operation {
     /// Panics unless each bucket can consist of one shard per rank: anything else is a bug of the caller.
     pub(crate) fn expect_shards(&self, (rank, world): (usize, usize)) {
@@ -216,9 +228,9 @@ pub trait Collective: Send + fmt::Debug {
     /// among all ranks.
     fn start_among(&mut self, among: Among, operation: Operation) -> Result<()>;
 
-    /// Runs an operation of the ranks of a group in order with the work on the compute stream, as if it were a part of
-    /// it. Operations that were started before remain to be waited for.
-    fn exchange(&mut self, operation: Operation) -> Result<()>;
+    /// Runs an operation of the ranks of a group, or a part of one. Operations of [`start`](Self::start) remain to be
+    /// waited for. An exchange is finished before the next one begins.
+    fn exchange(&mut self, exchange: Exchange) -> Result<()>;
 
     /// Waits: orders started operations before all work that is enqueued on the compute stream afterwards, and ends
     /// their leases. Blocks the host on the CPU; only enqueues on a GPU.

@@ -17,7 +17,7 @@ mod ring;
 mod sharding;
 mod slots;
 
-pub use collective::{AbortHandle, Among, Collective, CommError, Groups, Operation, Result, Wait};
+pub use collective::{AbortHandle, Among, Collective, CommError, Exchange, Groups, Operation, Result, Wait};
 pub use local::Local;
 pub use nccl::{Nccl, load_library, unique_id};
 pub use ring::{Ring, RingListener, RingPlace};

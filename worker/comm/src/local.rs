@@ -1,6 +1,6 @@
 //! The collective of a job with one rank: nothing to communicate.
 
-use crate::collective::{AbortHandle, Among, Collective, Operation, Result, Wait};
+use crate::collective::{AbortHandle, Among, Collective, Exchange, Operation, Result, Wait};
 
 /// A world of one rank.
 #[derive(Clone, Copy, Debug, Default)]
@@ -26,7 +26,7 @@ impl Collective for Local {
     }
 
     /// Does nothing: only dry runs of jobs with several ranks exchange anything.
-    fn exchange(&mut self, _: Operation) -> Result<()> {
+    fn exchange(&mut self, _: Exchange) -> Result<()> {
         Ok(())
     }
 

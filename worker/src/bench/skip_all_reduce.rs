@@ -9,7 +9,7 @@
 //! A benchmark does gather the weights in its first step and keeps them. Without that, the memory of sharded weights
 //! would hold zeros, and multiplying matrices of zeros takes less power, and so less time.
 
-use xlaunch_comm::{AbortHandle, Among, Collective, Operation, Result, Wait};
+use xlaunch_comm::{AbortHandle, Among, Collective, Exchange, Operation, Result, Wait};
 use xlaunch_pool::Lease;
 use xlaunch_proto::v1::StepCommunication;
 
@@ -95,8 +95,8 @@ impl Collective for SkipAllReduce {
         self.inner.start_among(among, operation)
     }
 
-    fn exchange(&mut self, operation: Operation) -> Result<()> {
-        self.inner.exchange(operation)
+    fn exchange(&mut self, exchange: Exchange) -> Result<()> {
+        self.inner.exchange(exchange)
     }
 
     fn wait(&mut self, wait: Wait) -> Result<()> {
@@ -155,7 +155,7 @@ mod tests {
             Ok(())
         }
 
-        fn exchange(&mut self, _: Operation) -> Result<()> {
+        fn exchange(&mut self, _: Exchange) -> Result<()> {
             Ok(())
         }
 

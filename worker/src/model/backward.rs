@@ -210,11 +210,8 @@ impl Model {
                 Ok(self.dense_backward(pass, dense, self.dense_layers(params), dbranch.clone())?)
             }
             Mlp::Experts { x, experts, shared } => {
-                let dx = self.experts_backward(pass, block.index, experts, x, dbranch, progress)?;
-                if let Some(shared) = shared.as_ref().zip(params.shared.as_ref()) {
-                    self.shared_backward(pass, shared, x, dbranch, &dx)?;
-                }
-                Ok(dx)
+                let shared = shared.as_ref().zip(params.shared.as_ref());
+                self.experts_backward(pass, block.index, (experts, shared), x, dbranch, progress)
             }
         }
     }

@@ -6,8 +6,8 @@
 use std::ops::Range;
 
 use xlaunch_engine::{
-    Accumulate, DType, Fp8Operand, GroupedBackwardInput, GroupedBackwardWeight, GroupedForward, GroupedFp8,
-    GroupedProduct, GroupedShape, Result, Slice, Tensor,
+    Accumulate, DType, EngineError, Fp8Operand, GroupedBackwardInput, GroupedBackwardWeight, GroupedForward,
+    GroupedFp8, GroupedProduct, GroupedShape, Result, Slice, Tensor,
 };
 
 use super::Model;
@@ -43,35 +43,41 @@ impl Model {
         Ok(y)
     }
 
-    /// Computes the gradients of a layer's weights, unless they are frozen, and of its input, in `dx`.
-    pub(super) fn expert_layer_backward(
+    /// Computes the gradients of a layer's input, in `dx`, and then of its weights, unless they are frozen. Calls `then`
+    /// between the two.
+    pub(super) fn expert_layer_backward<E: From<EngineError>>(
         &self,
         pass: Pass<'_>,
         layer: ExpertLayer<'_>,
         [dy, x]: [&Measured; 2],
         dx: Slice<'_>,
-    ) -> Result<()> {
+        then: impl FnOnce() -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
         let ExpertLayer { shape, weight, offsets, end } = layer;
         let GroupedShape { rows, experts, inputs, outputs } = shape;
         let (dw, acc) = (pass.gradient(weight), pass.acc);
         if !self.in_fp8(rows) {
+            let (dy, x, w) = (dy.tensor.all(), x.tensor.all(), self.param(weight));
+            self.backend.run(GroupedBackwardInput { shape, offsets, dy, w, dx })?;
+            then()?;
             if let Some(dw) = dw {
-                let (dy, x) = (dy.tensor.all(), x.tensor.all());
                 self.backend.run(GroupedBackwardWeight { shape, offsets, dy, x, dw, acc })?;
             }
-            let w = self.param(weight);
-            return self.backend.run(GroupedBackwardInput { shape, offsets, dy: dy.tensor.all(), w, dx });
+            return Ok(());
         }
         let used = if dw.is_some() { Use::Both } else { Use::Rows };
         let dy = self.rounded([rows, outputs], dy.slices(), used, DType::Fp8E5m2, end)?;
+        let w = self.rounded_weights(weight, [experts * outputs, inputs], Use::Columns)?;
+        let (a, b) = (dy.part(Use::Rows), w.part(Use::Columns));
+        self.fp8_product(layer, GroupedProduct::Input, [a, b], dx, Accumulate::Overwrite)?;
+        drop(w);
+        then()?;
         if let Some(dw) = dw {
             let x = self.rounded([rows, inputs], x.slices(), Use::Columns, DType::Fp8E4m3, end)?;
             let (a, b) = (dy.part(Use::Columns), x.part(Use::Columns));
             self.fp8_product(layer, GroupedProduct::Weight, [a, b], dw, acc)?;
         }
-        let w = self.rounded_weights(weight, [experts * outputs, inputs], Use::Columns)?;
-        let (a, b) = (dy.part(Use::Rows), w.part(Use::Columns));
-        self.fp8_product(layer, GroupedProduct::Input, [a, b], dx, Accumulate::Overwrite)
+        Ok(())
     }
 
     fn fp8_product(

@@ -19,7 +19,7 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use xlaunch_comm::{Among, Operation};
+use xlaunch_comm::{Among, Exchange, Operation};
 use xlaunch_engine::{
     AddScaled, CombineRows, DType, EngineError, ExpertBiasForward, GatherRows, GroupedShape, LinearShape,
     Result, RouteForward, RouteShape, Router, RouterLogits, RowsShape, Slice, SortByExpert, Tensor,
@@ -199,30 +199,41 @@ impl Model {
         Ok(Experts { choices, rows, h, a, y })
     }
 
-    /// Returns the weighted sums of the outputs, with the output of shared experts, if there are any, added.
+    /// Returns the weighted sums of the outputs, with the output of `shared` experts, if there are any, added. Those of a
+    /// group's ranks compute theirs while the sums are exchanged.
     pub(super) fn combined<E: From<EngineError>>(
         &self,
         experts: &Experts,
-        shared: Option<Tensor>,
+        shared: impl FnOnce() -> Result<Option<Tensor>>,
         progress: OnProgress<'_, E>,
     ) -> std::result::Result<Tensor, E> {
         let Experts { choices, y, .. } = experts;
         let tokens = choices.experts.len() / self.shape.experts_per_token;
         let shapes = ExpertShapes::new(&self.shape, self.layout.expert_groups.size, tokens);
-        // Within a group, the shared experts are those of this rank's tokens.
-        let (beside, shared) = if shapes.rows.tokens == tokens { (shared, None) } else { (None, shared) };
-        let add = beside.is_some();
-        let out = beside.map_or_else(|| self.activation(shapes.rows.tokens * shapes.rows.cols), Ok)?;
-        self.backend.run(CombineRows {
-            shape: shapes.rows,
-            row_of: choices.row_of.all(),
-            weights: choices.weights.all(),
-            rows: y.all(),
-            out: out.all(),
-            add,
-            end: choices.end(shapes),
-        })?;
-        let out = self.own_sums(out, progress)?;
+        let combine = |out: &Tensor, add| {
+            self.backend.run(CombineRows {
+                shape: shapes.rows,
+                row_of: choices.row_of.all(),
+                weights: choices.weights.all(),
+                rows: y.all(),
+                out: out.all(),
+                add,
+                end: choices.end(shapes),
+            })
+        };
+        let sums = || self.activation(shapes.rows.tokens * shapes.rows.cols);
+        if self.layout.expert_groups.size == 1 {
+            let shared = shared()?;
+            let add = shared.is_some();
+            let out = shared.map_or_else(sums, Ok)?;
+            combine(&out, add)?;
+            return Ok(out);
+        }
+        let of_group = sums()?;
+        combine(&of_group, false)?;
+        let out = self.own_sums(of_group, Exchange::Start, progress)?;
+        let shared = shared()?;
+        progress(Progress::Exchange(Exchange::Finish))?;
         if let Some(shared) = shared {
             let (x, y) = (Some(shared.all()), out.all());
             self.backend.run(AddScaled { x, y, factor: 1.0, out: y })?;
@@ -244,7 +255,7 @@ impl Model {
         let gathered = gathered.into_iter().collect::<Result<Vec<_>>>()?;
         let pairs = tensors.into_iter().zip(&gathered);
         let buckets = pairs.map(|(own, all)| [own.lend(0..own.len()), all.lend(0..all.len())]).collect();
-        progress(Progress::Exchange(Operation::AllGather { buckets }))?;
+        progress(Progress::Exchange(Exchange::Run(Operation::AllGather { buckets })))?;
         Ok(gathered.try_into().ok())
     }
 
@@ -253,6 +264,7 @@ impl Model {
     pub(super) fn own_sums<E: From<EngineError>>(
         &self,
         sums: Tensor,
+        exchange: fn(Operation) -> Exchange,
         progress: OnProgress<'_, E>,
     ) -> std::result::Result<Tensor, E> {
         let ranks = self.layout.expert_groups.size;
@@ -261,7 +273,7 @@ impl Model {
         }
         let own = self.backend.alloc(sums.dtype(), sums.len() / ranks)?;
         let (buckets, dtype) = (vec![[sums.lend(0..sums.len()), own.lend(0..own.len())]], sums.dtype());
-        progress(Progress::Exchange(Operation::ReduceScatter { buckets, dtype }))?;
+        progress(Progress::Exchange(exchange(Operation::ReduceScatter { buckets, dtype })))?;
         Ok(own)
     }
 

@@ -1,7 +1,9 @@
 //! Backward of blocks with experts.
 
 use std::ops::Range;
+use std::rc::Rc;
 
+use xlaunch_comm::Exchange;
 use xlaunch_engine::{
     AddScaled, BalanceLoss, ColumnSum, CombineRowsBackward, DType, EngineError, ExpertBiasBackward,
     GatherRowsBackward, LinearBackwardInput, LinearBackwardWeight, Result, RouteBackward, Tensor,
@@ -11,18 +13,21 @@ use super::Model;
 use super::expert_layers::ExpertLayer;
 use super::experts::{Choices, Experts};
 use super::fp8::Measured;
-use super::pass::{OnProgress, Pass};
+use super::layout::Shared;
+use super::pass::{OnProgress, Pass, Progress};
 use super::routing::Factors;
+use super::shared_experts::SharedExperts;
 
 impl Model {
-    /// Computes the gradients of a block's experts and its router. Returns the gradient of their input `x`.
+    /// Computes the gradients of a block's experts, including `shared` ones, and its router. Returns the gradient of
+    /// their input `x`. While a group of ranks adds up that of divided experts, each computes what does not need it.
     pub(super) fn experts_backward<E: From<EngineError>>(
         &self,
         pass: Pass<'_>,
         index: usize,
-        experts: &Experts,
+        (experts, shared): (&Experts, Option<(&SharedExperts, &Shared)>),
         x: &Tensor,
-        dbranch: &Tensor,
+        dbranch: &Rc<Tensor>,
         progress: OnProgress<'_, E>,
     ) -> std::result::Result<Tensor, E> {
         let (params, backend, shapes) = (&self.layout.blocks[index], &self.backend, self.expert_shapes(x));
@@ -37,13 +42,13 @@ impl Model {
             row_of,
             weights: choices.weights.all(),
             rows: y.all(),
-            dout: of_group.as_ref().map_or(dbranch, |[of_group]| of_group).all(),
+            dout: of_group.as_ref().map_or(&**dbranch, |[of_group]| of_group).all(),
             drows: drows.tensor.all(),
             dweights: dweights.all(),
             end,
         })?;
         drop(of_group);
-        let dweights = self.own_sums(dweights, progress)?;
+        let dweights = self.own_sums(dweights, Exchange::Run, progress)?;
         let dx = self.router_backward(pass, index, choices, x, &dweights)?;
         let biases = params.expert_biases.as_ref();
         let bias_gradient = |layer: ExpertLayer<'_>, dy: &Measured, bias: &Range<usize>| {
@@ -56,23 +61,33 @@ impl Model {
         }
         let dh = {
             let da = self.activation(a.tensor.len())?;
-            self.expert_layer_backward(pass, out, [&drows, a], da.all())?;
+            self.expert_layer_backward(pass, out, [&drows, a], da.all(), || Ok::<_, E>(()))?;
             self.gated_gradient(shapes.choices(), [h, &da], end)?
         };
         if let Some([bias, _]) = biases {
             bias_gradient(fc, &dh, bias)?;
         }
         // The gradient of the outputs is not needed any more, and has the size of that of the rows.
-        self.expert_layer_backward(pass, fc, [&dh, rows], drows.tensor.all())?;
-        let (shape, drows) = (shapes.rows, drows.tensor.all());
-        if self.layout.expert_groups.size == 1 {
-            backend.run(GatherRowsBackward { shape, row_of, drows, dx: dx.all(), add: true, end })?;
-            return Ok(dx);
+        let (shape, drows, mut own) = (shapes.rows, drows.tensor.all(), None);
+        self.expert_layer_backward(pass, fc, [&dh, rows], drows, || -> std::result::Result<(), E> {
+            let gather = |dx: &Tensor, add| {
+                backend.run(GatherRowsBackward { shape, row_of, drows, dx: dx.all(), add, end })
+            };
+            if self.layout.expert_groups.size == 1 {
+                return Ok(gather(&dx, true)?);
+            }
+            let of_group = self.activation(shape.tokens * shape.cols)?;
+            gather(&of_group, false)?;
+            own = Some(self.own_sums(of_group, Exchange::Start, progress)?);
+            Ok(())
+        })?;
+        if let Some(shared) = shared {
+            self.shared_backward(pass, shared, x, dbranch, &dx)?;
         }
-        let sums = self.activation(shape.tokens * shape.cols)?;
-        backend.run(GatherRowsBackward { shape, row_of, drows, dx: sums.all(), add: false, end })?;
-        let own = self.own_sums(sums, progress)?;
-        backend.run(AddScaled { x: Some(dx.all()), y: own.all(), factor: 1.0, out: dx.all() })?;
+        if let Some(own) = own {
+            progress(Progress::Exchange(Exchange::Finish))?;
+            backend.run(AddScaled { x: Some(dx.all()), y: own.all(), factor: 1.0, out: dx.all() })?;
+        }
         Ok(dx)
     }
 

@@ -196,8 +196,8 @@ impl Model {
             Mlp::Dense(dense) => self.dense_output(rows.count(), dense, self.dense_layers(params))?,
             Mlp::Experts { experts, shared, .. } => {
                 let shared = shared.as_ref().zip(params.shared.as_ref());
-                let shared = shared.map(|(shared, params)| self.shared_output(rows.count(), shared, params));
-                self.combined(experts, shared.transpose()?, progress)?
+                let output = |(shared, params)| self.shared_output(rows.count(), shared, params);
+                self.combined(experts, || shared.map(output).transpose(), progress)?
             }
         };
         if let Some(beside) = beside {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use xlaunch_comm::Operation;
+use xlaunch_comm::Exchange;
 use xlaunch_engine::{Accumulate, Slice, Tensor};
 
 use super::gradient_arena::GradientArena;
@@ -17,9 +17,9 @@ pub enum Progress {
     NextPart,
     /// All gradients below this offset of the arena have been enqueued.
     Finished(usize),
-    /// An operation among the ranks of a group, whose results the pass reads next: see
+    /// An operation among the ranks of a group, whose results the pass reads once it is finished: see
     /// [`Collective::exchange`](xlaunch_comm::Collective::exchange).
-    Exchange(Operation),
+    Exchange(Exchange),
 }
 
 /// Receives the progress of a pass.

@@ -121,7 +121,7 @@ impl Evaluator {
                         let part = part.next().unwrap_or(0);
                         self.gathers.begin_part(part, model, optimizer, collective).map(drop)
                     }
-                    Progress::Exchange(operation) => Ok(collective.exchange(operation)?),
+                    Progress::Exchange(exchange) => Ok(collective.exchange(exchange)?),
                     Progress::Finished(_) => Ok(()),
                 }
             };

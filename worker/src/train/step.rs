@@ -306,7 +306,7 @@ impl Stepper {
         };
         let acts = model.forward_with_progress(rows, self.batch.tokens(), |progress| match progress {
             Progress::NextPart => next_part(collective),
-            Progress::Exchange(operation) => Ok(collective.exchange(operation)?),
+            Progress::Exchange(exchange) => Ok(collective.exchange(exchange)?),
             Progress::Finished(_) => Ok(()),
         })?;
         if let Some(routing) = &model.routing {
@@ -348,7 +348,7 @@ impl Stepper {
                         fail::at(Place::Backward);
                     }
                     Progress::Finished(_) => {}
-                    Progress::Exchange(operation) => collective.exchange(operation)?,
+                    Progress::Exchange(exchange) => collective.exchange(exchange)?,
                 }
                 Ok(())
             },

@@ -10,7 +10,8 @@
 //!
 //! Operations among some ranks have communicators of their own. Those of a group that are
 //! [exchanged](Collective::exchange) are enqueued on the compute stream itself, between the kernels that write their
-//! operands and those that read their results, and never wait for gradients on the comm stream.
+//! operands and those that read their results, or on a stream beside it, and never wait for gradients on the comm
+//! stream.
 //!
 //! A watchdog thread for each communicator polls NCCL's asynchronous errors and aborts the communicator when it finds
 //! one.
@@ -29,7 +30,9 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys::CUeve
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 use xlaunch_pool::Lease;
 
-use crate::collective::{AbortHandle, Among, Collective, CommError, Groups, Operation, Result, Wait};
+use crate::collective::{
+    AbortHandle, Among, Collective, CommError, Exchange, Groups, Operation, Result, Wait,
+};
 use communicator::Communicator;
 use library::Library;
 use sharded::{address, all_gather, data_type, reduce_scatter};
@@ -54,8 +57,8 @@ pub fn unique_id() -> Result<[u8; 128]> {
 pub struct Nccl {
     groups: Groups,
     all: Member,
-    /// This rank's group, and its peers. `None` without groups.
-    divided: Option<[Member; 2]>,
+    /// `None` without groups.
+    divided: Option<Divided>,
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,
     /// Recorded on the compute stream before, and on the comm stream after, collectives. Both events are reused: a
@@ -69,6 +72,18 @@ pub struct Nccl {
     /// Leases of all other collectives in progress.
     leases: Vec<Lease>,
     windows: Windows,
+}
+
+/// What operations among some ranks need.
+struct Divided {
+    group: Member,
+    peers: Member,
+    /// Where exchanges run that are started and finished.
+    stream: Arc<CudaStream>,
+    /// Recorded on the compute stream before an exchange is started, and on its stream after it.
+    event: CudaEvent,
+    /// The exchange in progress there, with its leases.
+    started: Option<Operation>,
 }
 
 /// This rank's place in a communicator, with the communicator's watchdog.
@@ -124,10 +139,12 @@ impl Nccl {
     /// ordered after and before work on the stream `compute`.
     pub fn new(compute: Arc<CudaStream>, rank: usize, world: usize, id: [u8; 128]) -> Result<Self> {
         let context = compute.context().clone();
-        let cuda = |what| move |error: DriverError| CommError::Cuda { what, reason: error.to_string() };
-        context.bind_to_thread().map_err(cuda("failed to use the context"))?;
+        context.bind_to_thread().map_err(|error| CommError::Cuda {
+            what: "failed to use the context",
+            reason: error.to_string(),
+        })?;
         let event = || new_event(&context);
-        let stream = context.new_stream_with_priority(-1).map_err(cuda("failed to create a stream"))?;
+        let stream = new_stream(&context)?;
         let all = Member::new(Communicator::join(rank, world, id)?)?;
         Ok(Self {
             groups: Groups::single(rank, world),
@@ -203,19 +220,16 @@ impl Nccl {
         let member = match (among, &self.divided) {
             // Without groups, all ranks have the same parameters.
             (Among::All, _) | (Among::Peers, None) => &self.all,
-            (Among::Group, Some([group, _])) => group,
-            (Among::Peers, Some([_, peers])) => peers,
-            (Among::Group, None) => {
-                let what = "failed to start an operation of a group";
-                return Err(CommError::Nccl { what, reason: "there are no groups".into() });
-            }
+            (Among::Group, Some(divided)) => &divided.group,
+            (Among::Peers, Some(divided)) => &divided.peers,
+            (Among::Group, None) => return Err(no_groups()),
         };
         Ok(&member.communicator)
     }
 
     /// Returns all communicators.
     fn members(&self) -> impl Iterator<Item = &Member> {
-        self.divided.iter().flatten().chain([&self.all])
+        self.divided.iter().flat_map(|divided| [&divided.group, &divided.peers]).chain([&self.all])
     }
 
     /// Orders the compute stream after the oldest bucket, and thereby after all buckets of its group.
@@ -247,6 +261,32 @@ impl Nccl {
     }
 }
 
+impl Divided {
+    /// Enqueues an exchange on a stream. It needs its leases until it ends.
+    fn exchange(&self, stream: &CudaStream, member: (usize, usize), operation: &Operation) -> Result<()> {
+        operation.expect_shards(member);
+        let (stream, group) = (stream.cu_stream().cast(), &self.group.communicator);
+        match operation {
+            Operation::ReduceScatter { buckets, dtype } => {
+                group.call_each("failed to exchange a reduce-scatter", buckets, |library, comm, pair| {
+                    // SAFETY: as in `start_among`; work that uses the memory again is enqueued on the compute stream
+                    // once the leases have ended, and ordered after this call by that stream or an event.
+                    unsafe { reduce_scatter(library, comm, stream, member, pair, *dtype) }
+                })
+            }
+            Operation::AllGather { buckets } => {
+                group.call_each("failed to exchange an all-gather", buckets, |library, comm, pair| {
+                    // SAFETY: as above.
+                    unsafe { all_gather(library, comm, stream, member, pair) }
+                })
+            }
+            Operation::AllReduce { .. } | Operation::Broadcast { .. } => {
+                panic!("only shards are exchanged in groups")
+            }
+        }
+    }
+}
+
 impl Collective for Nccl {
     fn rank(&self) -> usize {
         self.groups.rank
@@ -263,7 +303,9 @@ impl Collective for Nccl {
                 self.all.communicator.split(self.groups.set(among), self.groups.member(among).0)?;
             Member::new(communicator)
         };
-        self.divided = Some([split(Among::Group)?, split(Among::Peers)?]);
+        let (group, peers, context) = (split(Among::Group)?, split(Among::Peers)?, self.compute.context());
+        let (stream, event) = (new_stream(context)?, new_event(context)?);
+        self.divided = Some(Divided { group, peers, stream, event, started: None });
         Ok(())
     }
 
@@ -321,28 +363,26 @@ impl Collective for Nccl {
         }
     }
 
-    fn exchange(&mut self, operation: Operation) -> Result<()> {
-        let member = self.groups.member(Among::Group);
-        operation.expect_shards(member);
+    fn exchange(&mut self, exchange: Exchange) -> Result<()> {
         self.check()?;
-        let (stream, group) = (self.compute.cu_stream().cast(), self.member(Among::Group)?);
-        // The leases end at the end of this function: the compute stream orders all later uses of their memory, also by
-        // the comm stream, which waits for it.
-        match operation {
-            Operation::ReduceScatter { buckets, dtype } => {
-                group.call_each("failed to exchange a reduce-scatter", &buckets, |library, comm, pair| {
-                    // SAFETY: as in `start_among`, on a stream that orders other work by itself.
-                    unsafe { reduce_scatter(library, comm, stream, member, pair, dtype) }
-                })
+        let member = self.groups.member(Among::Group);
+        let divided = self.divided.as_mut().ok_or_else(no_groups)?;
+        match exchange {
+            // The leases end at once: the compute stream orders all later uses of their memory, also by the comm
+            // stream, which waits for it.
+            Exchange::Run(operation) => divided.exchange(&self.compute, member, &operation),
+            Exchange::Start(operation) => {
+                divided.event.record(&self.compute).map_err(order_error)?;
+                divided.stream.wait(&divided.event).map_err(order_error)?;
+                let started = divided.exchange(&divided.stream, member, &operation);
+                divided.started = Some(operation);
+                started?;
+                divided.event.record(&divided.stream).map_err(order_error)
             }
-            Operation::AllGather { buckets } => {
-                group.call_each("failed to exchange an all-gather", &buckets, |library, comm, pair| {
-                    // SAFETY: as above.
-                    unsafe { all_gather(library, comm, stream, member, pair) }
-                })
-            }
-            Operation::AllReduce { .. } | Operation::Broadcast { .. } => {
-                panic!("only shards are exchanged in groups")
+            Exchange::Finish => {
+                self.compute.wait(&divided.event).map_err(order_error)?;
+                divided.started = None;
+                Ok(())
             }
         }
     }
@@ -375,18 +415,30 @@ impl Collective for Nccl {
         self.pending_gathers.clear();
         self.pending_scatters.clear();
         self.leases.clear();
-        for member in self.divided.iter().flatten() {
-            member.communicator.close(|_, _| Ok(()))?;
+        if let Some(Divided { group, peers, .. }) = &self.divided {
+            group.communicator.close(|_, _| Ok(()))?;
+            peers.communicator.close(|_, _| Ok(()))?;
         }
         let windows = &mut self.windows;
         self.all.communicator.close(|library, comm| windows.deregister(library, comm))
     }
 }
 
+/// Creates a stream whose kernels start before waiting ones of the compute stream.
+fn new_stream(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
+    let stream = context.new_stream_with_priority(-1);
+    stream.map_err(|error| CommError::Cuda { what: "failed to create a stream", reason: error.to_string() })
+}
+
 /// Creates an event for ordering streams. As CUDA recommends for that, it has no timing, which makes waits fastest.
 fn new_event(context: &Arc<CudaContext>) -> Result<CudaEvent> {
     let event = context.new_event(Some(CUevent_flags::CU_EVENT_DISABLE_TIMING));
     event.map_err(|error| CommError::Cuda { what: "failed to create an event", reason: error.to_string() })
+}
+
+fn no_groups() -> CommError {
+    let what = "failed to start an operation of a group";
+    CommError::Nccl { what, reason: "there are no groups".into() }
 }
 
 fn order_error(error: DriverError) -> CommError {

@@ -37,7 +37,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::collective::{AbortHandle, Among, Collective, CommError, Groups, Operation, Result, Wait};
+use crate::collective::{
+    AbortHandle, Among, Collective, CommError, Exchange, Groups, Operation, Result, Wait,
+};
 pub use listen::RingListener;
 use thread::Job;
 use wire::Socket;
@@ -76,6 +78,8 @@ pub struct Ring {
     /// Numbers of the buckets that have not been waited for, the oldest first.
     scatters: VecDeque<usize>,
     gathers: VecDeque<usize>,
+    /// Number of the last bucket of the exchange in progress.
+    exchanged: usize,
     abort: Arc<AbortState>,
 }
 
@@ -134,6 +138,7 @@ impl Ring {
             ended: 0,
             scatters: VecDeque::new(),
             gathers: VecDeque::new(),
+            exchanged: 0,
             abort: Arc::new(abort),
         })
     }
@@ -187,12 +192,16 @@ impl Collective for Ring {
         self.submit(Job::Run(operation, self.groups, among))
     }
 
-    fn exchange(&mut self, operation: Operation) -> Result<()> {
-        let pending = (self.scatters.len(), self.gathers.len());
-        self.start_among(Among::Group, operation)?;
-        self.scatters.truncate(pending.0);
-        self.gathers.truncate(pending.1);
-        self.wait_for(self.started)
+    fn exchange(&mut self, exchange: Exchange) -> Result<()> {
+        let finishes = !matches!(exchange, Exchange::Start(_));
+        if let Exchange::Run(operation) | Exchange::Start(operation) = exchange {
+            let pending = (self.scatters.len(), self.gathers.len());
+            self.start_among(Among::Group, operation)?;
+            self.scatters.truncate(pending.0);
+            self.gathers.truncate(pending.1);
+            self.exchanged = self.started;
+        }
+        if finishes { self.wait_for(self.exchanged) } else { Ok(()) }
     }
 
     fn wait(&mut self, wait: Wait) -> Result<()> {

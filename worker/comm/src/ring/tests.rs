@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use xlaunch_pool::{DType, Mode, Pool, PoolBuf};
 
 use super::{Ring, RingListener, RingPlace};
-use crate::collective::{Among, Collective, CommError, Operation, Wait};
+use crate::collective::{Among, Collective, CommError, Exchange, Operation, Wait};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 const KEY: [u8; 32] = [7; 32];
@@ -313,20 +313,25 @@ fn among_some() -> Vec<[Vec<u8>; 3]> {
         };
         let (summed, own, gathered) = (alloc(&bytes), alloc(&bytes), alloc(&[0; 8]));
         let (whole, shard) = (alloc(&twice), alloc(&[0; 4]));
-        let (other, others) = (alloc(&bytes), alloc(&[0; 12]));
+        let (other, others, meanwhile) = (alloc(&bytes), alloc(&[0; 12]), alloc(&bytes));
         let buckets = vec![summed.lease(0..4)];
         ring.start_among(Among::Peers, Operation::AllReduce { buckets, dtype }).unwrap();
         let buckets = vec![[other.lease(0..4), others.lease(0..12)]];
         ring.start_among(Among::Peers, Operation::AllGather { buckets }).unwrap();
-        ring.exchange(Operation::AllGather { buckets: vec![[own.lease(0..4), gathered.lease(0..8)]] })
-            .unwrap();
+        let buckets = vec![[own.lease(0..4), gathered.lease(0..8)]];
+        ring.exchange(Exchange::Run(Operation::AllGather { buckets })).unwrap();
         let buckets = vec![[whole.lease(0..8), shard.lease(0..4)]];
-        ring.exchange(Operation::ReduceScatter { buckets, dtype }).unwrap();
+        ring.exchange(Exchange::Start(Operation::ReduceScatter { buckets, dtype })).unwrap();
+        // What is started meanwhile remains to be waited for.
+        let buckets = vec![meanwhile.lease(0..4)];
+        ring.start_among(Among::Peers, Operation::AllReduce { buckets, dtype }).unwrap();
+        ring.exchange(Exchange::Finish).unwrap();
         assert!(!whole.is_leased(0..8) && !gathered.is_leased(0..8), "exchanges have ended");
         // The gather that was started before is still the oldest one.
         ring.wait(Wait::OldestGather).unwrap();
         assert!(!others.is_leased(0..12));
         ring.wait(Wait::All).unwrap();
+        assert_eq!(contents(&meanwhile), contents(&summed));
         let results = [&summed, &gathered, &shard].map(contents);
         ring.finalize().unwrap();
         results
