@@ -214,6 +214,19 @@ fn wrong_text_is_refused_with_its_place() {
     replaced.options.invalid = Invalid::Replace;
     let (manifest, _) = replaced.run().unwrap();
     assert_eq!(replaced.texts(&manifest.train), ["caf\u{fffd}!"]);
+    // The byte tokenizer's texts are cut into blocks of about 512 KiB, between characters.
+    let block = |end: &[u8]| {
+        let text = [&vec![b'a'; (512 << 10) - 1], end].concat();
+        Prepared::new(Tokenizer::bytes()).with("a.txt", text)
+    };
+    for character in ["\u{e9}", "\u{4e16}", "\u{1f600}"] {
+        let whole = block(character.as_bytes());
+        let (manifest, _) = whole.run().unwrap();
+        let ids = whole.ids(&manifest.train);
+        assert!(ids.ends_with(&character.bytes().map(u32::from).collect::<Vec<_>>()), "{character}");
+        let error = block(&character.as_bytes()[..character.len() - 1]).error();
+        assert!(error.contains("a.txt: not valid UTF-8 at byte 524287"), "{error}");
+    }
     let line =
         |line: &str| prepared("a.jsonl", format!("{{\"text\": \"a\"}}\n\n{line}\n").as_bytes()).error();
     for (text, expected) in [

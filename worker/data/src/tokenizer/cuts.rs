@@ -41,10 +41,14 @@ pub(crate) enum Cuts {
 impl Cuts {
     pub(crate) const NOWHERE: Self = Self::Places { word_end: false, letter_end: false, line_start: false };
 
-    /// Returns the last place above `min` at which `text` can be cut. `text` need not be UTF-8.
+    /// Returns the last place above `min` at which `text` can be cut. `text` need not be UTF-8, and may end within a
+    /// character.
     pub(crate) fn last(self, text: &[u8], min: usize) -> Option<usize> {
         if self == Self::Anywhere {
-            return Some(character_start(text, text.len())).filter(|cut| *cut > min);
+            let start = character_start(text, text.len().saturating_sub(1));
+            let is_incomplete =
+                std::str::from_utf8(&text[start..]).is_err_and(|error| error.error_len().is_none());
+            return Some(if is_incomplete { start } else { text.len() }).filter(|cut| *cut > min);
         }
         (min + 1..text.len()).rev().find(|cut| self.is_cut(text, *cut))
     }
@@ -380,8 +384,17 @@ mod tests {
         assert_eq!(last(LINE_START, "a.\n\u{301}\n"), None);
         assert_eq!(last(Cuts::NOWHERE, "ab cd"), None);
         assert_eq!(WORD_END.last(b"ab cd ef", 5), None);
-        assert_eq!(Cuts::Anywhere.last("ab\u{e9}".as_bytes(), 1), Some(4));
-        assert_eq!(Cuts::Anywhere.last(&"ab\u{e9}".as_bytes()[..3], 1), Some(3));
+        for text in ["ab", "a\u{e9}", "a\u{4e16}", "a\u{1f600}"] {
+            let text = text.as_bytes();
+            assert_eq!(Cuts::Anywhere.last(text, 0), Some(text.len()));
+            for end in 2..text.len() {
+                assert_eq!(Cuts::Anywhere.last(&text[..end], 0), Some(1), "{end} bytes of {text:?}");
+                assert_eq!(Cuts::Anywhere.last(&text[..end], 1), None);
+            }
+        }
+        for invalid in [b"a\xff", b"\xe9\x80\x80\x80\x80".as_slice(), b"\x80\x80\x80\x80\x80", b"\xe4\xb8a"] {
+            assert_eq!(Cuts::Anywhere.last(invalid, 0), Some(invalid.len()), "{invalid:?}");
+        }
         assert_eq!(WORD_END.last(b"\xff\xff\xff\xff\xff a", 0), None);
         assert_eq!(LINE_START.last(b"\n\xff\n\xe4", 0), None);
     }
