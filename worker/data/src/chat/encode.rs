@@ -198,7 +198,7 @@ impl ChatEncoder {
             let spans = self.answers(format, messages, chat, &text)?;
             (text, spans)
         };
-        format.template.check_tools(messages, &chat.variables, false, &text).map_err(|left_out| {
+        format.template.check_complete(messages, &chat.variables, false, &text).map_err(|left_out| {
             let advice = if left_out == LeftOut::Tools { ", or remove them" } else { "" };
             format!("{left_out}\nhelp: use a template that does (--chat-template FILE){advice}")
         })?;

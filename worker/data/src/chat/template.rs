@@ -32,9 +32,11 @@ pub struct Template {
 }
 
 /// A part of a chat that a template writes nothing of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum LeftOut {
     Tools,
+    /// The message with this index, whose role the template does not know.
+    Message(usize, String),
     /// The calls of the message with this index.
     Calls(usize),
 }
@@ -43,6 +45,10 @@ impl fmt::Display for LeftOut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tools => write!(f, "the chat template writes nothing of `tools`"),
+            Self::Message(index, role) => {
+                let role = role.escape_debug();
+                write!(f, "the chat template writes nothing of `messages[{index}]`, whose role is `{role}`")
+            }
             Self::Calls(index) => {
                 write!(f, "the chat template writes nothing of `messages[{index}].{TOOL_CALLS}`")
             }
@@ -158,13 +164,13 @@ impl Template {
         let messages = self.adapted(&row::messages(messages, "messages")?)?;
         let none = Value::from(());
         let text = self.render(&Value::from(messages.clone()), &none, true)?;
-        self.check_tools(&messages, &none, true, &text).map_err(|left_out| left_out.to_string())?;
+        self.check_complete(&messages, &none, true, &text).map_err(|left_out| left_out.to_string())?;
         Ok(text)
     }
 
-    /// Refuses a chat that is rendered to the same `text` without its tools, or without a call of them: the model
-    /// would see, or learn to write, nothing in place of a call.
-    pub(crate) fn check_tools(
+    /// Refuses a chat that is rendered to the same `text` without its tools, without a call of them, or without a
+    /// message of a role that the template may not know: the model would see, or learn to write, nothing in its place.
+    pub(crate) fn check_complete(
         &self,
         messages: &[Value],
         variables: &Value,
@@ -180,6 +186,15 @@ impl Template {
             return Err(LeftOut::Tools);
         }
         for (index, message) in messages.iter().enumerate() {
+            let is_known = ["system", "user", row::ASSISTANT].iter().any(|role| row::has_role(message, role));
+            if !is_known && message.get_attr("content").is_ok_and(|content| content.is_true()) {
+                let mut without = messages.to_vec();
+                without.remove(index);
+                if is_same(&without, variables) {
+                    let role = message.get_attr("role").unwrap_or_default().to_string();
+                    return Err(LeftOut::Message(index, role));
+                }
+            }
             let calls = message.get_attr(TOOL_CALLS).unwrap_or_default();
             if !row::has_role(message, row::ASSISTANT) || calls.len().is_none_or(|len| len == 0) {
                 continue;

@@ -208,6 +208,25 @@ fn tools_that_the_template_leaves_out_are_refused() {
 }
 
 #[test]
+fn messages_whose_role_the_template_does_not_know_are_refused() {
+    let row = |role: &str, content: &str| {
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "Hi"}}, {{"role": "{role}", "content": "{content}"}},
+                {{"role": "assistant", "content": "Hello."}}]}}"#
+        )
+    };
+    for role in ["developer", "function", "Assistant"] {
+        let error = trained_on(QWEN3, &row(role, "Be brief.")).unwrap_err();
+        let expected =
+            format!("writes nothing of `messages[1]`, whose role is `{role}`\nhelp: use a template");
+        assert!(error.contains(&expected), "{error}");
+        trained_on(CHATML, &row(role, "Be brief.")).unwrap();
+        trained_on(QWEN3, &row(role, "")).unwrap();
+    }
+    trained_on(QWEN3, &row("tool", "12 degrees")).unwrap();
+}
+
+#[test]
 fn content_in_parts_is_written_as_the_template_does() {
     let row = r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content":
         [{"type": "text", "text": "Hel "}, {"type": "text", "text": "lo."}]}]}"#;
