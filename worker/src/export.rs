@@ -19,7 +19,7 @@ use crate::huggingface::{
 };
 use crate::model::layout::Layout;
 use crate::peft::{self, PeftDirectory};
-use crate::weights::Weights;
+use crate::weights::{Weights, open_newest};
 
 pub use crate::huggingface::writer::ExportDtype;
 
@@ -79,14 +79,20 @@ pub fn export(options: &Export) -> Result<Exported> {
 
 pub(crate) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<Exported> {
     refuse_exported(&options.checkpoint)?;
-    let (path, rejected) = directory::locate(&options.checkpoint)?;
-    let state = directory::state(&path)?;
+    let export = |path: &Path| export_checkpoint(options, path, max_file_bytes);
+    let (mut exported, rejected) = open_newest(&options.checkpoint, export)?;
+    exported.notes.splice(..0, rejected.iter().map(|(_, error)| error.to_string()));
+    Ok(exported)
+}
+
+fn export_checkpoint(options: &Export, path: &Path, max_file_bytes: u64) -> Result<Exported> {
+    let state = directory::state(path)?;
     state
         .model
         .check()
-        .map_err(|invalid| CheckpointError::Damaged { path: path.clone(), reason: invalid.to_string() })?;
-    check_content(&path, &state, options.content)?;
-    let trained = checkpoint::tokenizer(&path)?;
+        .map_err(|invalid| CheckpointError::Damaged { path: path.into(), reason: invalid.to_string() })?;
+    check_content(path, &state, options.content)?;
+    let trained = checkpoint::tokenizer(path)?;
     let tokenizer = match &options.tokenizer {
         Some(name) => Some(named_tokenizer(name, trained.as_ref())?),
         None => trained,
@@ -97,11 +103,11 @@ pub(crate) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
             tokenizer.as_ref(),
             &card::inherited(&state, tokenizer.as_ref()),
         )?;
-        let bytes = export_adapter(options, &path, (&state, adapted), files)?;
-        let notes = rejected.iter().map(|(_, error)| error.to_string()).collect();
+        let bytes = export_adapter(options, path, (&state, adapted), files)?;
         let (output, step) = (options.output.clone(), state.step);
         let tokenizer = tokenizer.map(|tokenizer| tokenizer.name().to_owned());
-        return Ok(Exported { checkpoint: path, step, output, bytes, tokenizer, notes });
+        let notes = Vec::new();
+        return Ok(Exported { checkpoint: path.into(), step, output, bytes, tokenizer, notes });
     }
     let layout = Layout::new(&state.model);
     let family = config::family_for(&state.model).map_err(|(key, value)| ModelError::Output {
@@ -116,14 +122,14 @@ pub(crate) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
     let plan = Plan::new(tensors, options.dtype, max_file_bytes);
     let (bytes, index) = (plan.bytes(), plan.index());
     write_weights(Writer::create(plan, destination.path())?, |threads, sink| {
-        Weights::open(&path)?.read(&state.model, &layout, threads, sink)
+        Weights::open_checkpoint(path)?.read(&state.model, &layout, threads, sink)
     })?;
     let index = index.map(|index| (INDEX, format!("{index:#}\n").into_bytes()));
     for (name, contents) in index.into_iter().chain(files) {
         write_file(&destination.path().join(name), &contents)?;
     }
     let output = destination.commit()?;
-    let mut notes: Vec<String> = rejected.iter().map(|(_, error)| error.to_string()).collect();
+    let mut notes = Vec::new();
     if tokenizer.as_ref().is_some_and(|tokenizer| card::is_replaced(family, tokenizer)) {
         notes.push(
             "`AutoTokenizer` of transformers 5 takes the pre-tokenizer of Qwen2 for all models of type `qwen2`, and \
@@ -132,7 +138,7 @@ pub(crate) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
         );
     }
     let tokenizer = tokenizer.map(|tokenizer| tokenizer.name().to_owned());
-    Ok(Exported { checkpoint: path, step: state.step, output, bytes, tokenizer, notes })
+    Ok(Exported { checkpoint: path.into(), step: state.step, output, bytes, tokenizer, notes })
 }
 
 /// Refuses a directory that has the layout of an export.

@@ -7,7 +7,7 @@
 //! a model in Hugging Face's layout. Weights are verified as they are read, go to the device piece by piece, and must
 //! be finite.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
@@ -25,7 +25,7 @@ use crate::huggingface;
 use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
-use crate::weights::Weights;
+use crate::weights::{Weights, open_newest};
 use xlaunch_spec::refusal::Refusal;
 
 /// Number of pieces of weights, of up to 4 MiB each, that wait for the device.
@@ -55,6 +55,8 @@ pub struct Source {
     pub is_run: bool,
     /// Notes for the user.
     pub notes: Vec<String>,
+    /// The path at which it was found.
+    path: PathBuf,
     weights: Weights,
 }
 
@@ -73,21 +75,17 @@ impl Source {
             return Self::hugging_face(path);
         }
         huggingface::refuse_other_weights(path).map_err(WorkerError::from)?;
-        let (path, rejected) = directory::locate(path).map_err(|error| match error {
-            CheckpointError::None { path } => not_a_model(&path),
-            error => error.into(),
-        })?;
-        let notes = rejected.iter().map(|(path, error)| format!("skipped {}: {error}", path.display()));
-        let state = directory::state(&path)?;
-        let shape = state.model.clone();
-        shape.check().map_err(|invalid| Refusal {
-            exit: ExitCode::Data,
-            message: format!("{}: {invalid}", path.display()),
-        })?;
-        let (tokenizer, notes) = (checkpoint::tokenizer(&path)?, notes.collect());
-        let inherited = state.inherited.clone();
-        let weights = Weights::open(&path)?;
-        Ok(Self { shape, tokenizer, inherited, is_run: true, notes, weights })
+        let open = |found: &Path| {
+            Ok((directory::state(found)?, checkpoint::tokenizer(found)?, Weights::open_checkpoint(found)?))
+        };
+        let ((state, tokenizer, weights), rejected) =
+            open_newest(path, open).map_err(|error| match error {
+                WorkerError::Checkpoint(CheckpointError::None { path }) => not_a_model(&path),
+                error => error.into(),
+            })?;
+        let (shape, inherited) = (state.model, state.inherited);
+        let notes = rejected.iter().map(skipped).collect();
+        Ok(Self { shape, tokenizer, inherited, is_run: true, notes, path: path.into(), weights })
     }
 
     fn hugging_face(path: &Path) -> Result<Self, Refusal> {
@@ -100,6 +98,7 @@ impl Source {
             inherited: Some(Inherited::read(path)),
             is_run: false,
             notes: directory.note().into_iter().collect(),
+            path: path.into(),
             weights: Weights::HuggingFace(Box::new(directory)),
         })
     }
@@ -162,13 +161,52 @@ impl Source {
         Ok(tokenizer)
     }
 
-    /// Loads the weights onto a device.
-    pub fn load(&self, backend: &BackendHandle, interrupted: &dyn Fn() -> bool) -> Result<Model, Refusal> {
+    /// Loads the weights onto a device. Those of a run are the newest valid ones; `note` receives lines about newer
+    /// ones that are damaged.
+    pub fn load(
+        &self,
+        backend: &BackendHandle,
+        note: &mut dyn FnMut(&str),
+        interrupted: &dyn Fn() -> bool,
+    ) -> Result<Model, Refusal> {
         let model = Model::zeroed(backend, &self.shape).map_err(WorkerError::from)?;
+        let threads = threads()?;
+        let read = |weights: &Weights| self.read(weights, &model, &threads, interrupted);
+        let not_finite = match &self.weights {
+            // Only reading a checkpoint shows whether its hashes match, and a running job may have deleted it by now.
+            Weights::Checkpoint(..) => {
+                let open = |found: &Path| read(&Weights::open_checkpoint(found)?);
+                let (not_finite, rejected) = open_newest(&self.path, open)?;
+                let damaged = rejected.iter().filter(|(found, error)| error.rejects(found)).map(skipped);
+                damaged.filter(|line| !self.notes.contains(line)).for_each(|line| note(&line));
+                not_finite
+            }
+            weights => read(weights)?,
+        };
+        if interrupted() {
+            return Err(Refusal::interrupted());
+        }
+        match not_finite {
+            None => Ok(model),
+            Some(path) => {
+                let message =
+                    format!("{}: weights are not finite; take an earlier checkpoint", path.display());
+                Err(Refusal { exit: ExitCode::Data, message })
+            }
+        }
+    }
+
+    /// Reads weights into a model, until interrupted. Returns their path if they are not finite.
+    fn read(
+        &self,
+        weights: &Weights,
+        model: &Model,
+        threads: &ThreadPool,
+        interrupted: &dyn Fn() -> bool,
+    ) -> Result<Option<PathBuf>, WorkerError> {
         let not_finite = AtomicBool::new(false);
         let (sender, pieces) = sync_channel::<Piece>(WEIGHTS_READ_AHEAD);
-        let threads = threads()?;
-        let result = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
             let not_finite = &not_finite;
             let reader = std::thread::Builder::new().name("weights".into());
             let reader = reader.spawn_scoped(scope, move || {
@@ -179,28 +217,19 @@ impl Source {
                     }
                     sender.send(piece).map_err(|_| Abandoned)
                 };
-                let layout = Layout::new(&self.shape);
-                self.weights.read(&self.shape, &layout, &threads, &sink).map_err(Refusal::from)
+                weights.read(&self.shape, &Layout::new(&self.shape), threads, &sink)
             });
-            let reader = reader.map_err(no_threads)?;
+            let reader = reader
+                .map_err(|source| WorkerError::Io { what: "failed to start threads".into(), source })?;
             // On an early return this is dropped, which ends the reader.
             let pieces = pieces;
-            for Piece { at, values, .. } in &pieces {
-                if interrupted() {
-                    return Err(Refusal::interrupted());
-                }
-                model.write_weights(at, &values).map_err(WorkerError::from)?;
+            for Piece { at, values, .. } in pieces.iter().take_while(|_| !interrupted()) {
+                model.write_weights(at, &values)?;
             }
             drop(pieces);
             reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        });
-        result?;
-        if not_finite.into_inner() {
-            let path = self.weights.path().display();
-            let message = format!("{path}: weights are not finite; take an earlier checkpoint");
-            return Err(Refusal { exit: ExitCode::Data, message });
-        }
-        Ok(model)
+        })?;
+        Ok(not_finite.into_inner().then(|| weights.path().into()))
     }
 }
 
@@ -239,6 +268,11 @@ fn threads() -> Result<ThreadPool, Refusal> {
 
 fn no_threads(error: impl std::fmt::Display) -> Refusal {
     Refusal { exit: ExitCode::Internal, message: format!("failed to start threads: {error}") }
+}
+
+/// Returns a line for the user about a checkpoint that was rejected.
+fn skipped((path, error): &(PathBuf, CheckpointError)) -> String {
+    format!("skipped {}: {error}", path.display())
 }
 
 fn not_a_model(path: &Path) -> Refusal {

@@ -21,6 +21,9 @@ use crate::inherited::Inherited;
 use crate::model::layout::Layout;
 use crate::peft::PeftDirectory;
 
+/// Maximum number of checkpoints that a running job may delete while one of them is opened.
+const MAX_DELETED: usize = 10;
+
 /// Weights of a model, before any are read.
 #[derive(Clone, Debug)]
 pub enum Weights {
@@ -100,21 +103,26 @@ impl Weights {
         if !path.is_dir() {
             return Ok(Self::File(path.into()));
         }
-        let (path, _) = directory::locate(path).map_err(|error| match error {
-            CheckpointError::None { path } => {
+        let opened = open_newest(path, Self::open_checkpoint).map_err(|error| match error {
+            WorkerError::Checkpoint(CheckpointError::None { path }) => {
                 let reason = format!("it is {}", hub::no_model(&path));
                 WorkerError::from(ModelError::Read { path, reason })
             }
-            error => error.into(),
-        })?;
-        let state = directory::state(&path)?;
-        state.model.check().map_err(|invalid| CheckpointError::Damaged {
-            path: path.clone(),
-            reason: invalid.to_string(),
-        })?;
+            error => error,
+        });
+        opened.map(|(weights, _)| weights)
+    }
+
+    /// Opens the checkpoint `path`.
+    pub(crate) fn open_checkpoint(path: &Path) -> Result<Self> {
+        let state = directory::state(path)?;
+        state
+            .model
+            .check()
+            .map_err(|invalid| CheckpointError::Damaged { path: path.into(), reason: invalid.to_string() })?;
         match state.adapted.clone() {
-            None => Ok(Self::Checkpoint(path, Box::new(state))),
-            Some(adapted) => Self::adapted_checkpoint(path, &state, &adapted, None),
+            None => Ok(Self::Checkpoint(path.into(), Box::new(state))),
+            Some(adapted) => Self::adapted_checkpoint(path.into(), &state, &adapted, None),
         }
     }
 
@@ -298,6 +306,32 @@ impl Weights {
         let whose = self.path().display();
         let problem = format!("{ours} contradicts checkpoint.init: it is {theirs} in {whose}");
         Err(Invalid::new(key, problem, format!("{theirs}, or no such key")))
+    }
+}
+
+/// Opens the newest checkpoint at a path as [`directory::locate`] finds it. If `open` finds it damaged, or its job has
+/// deleted it in the meantime, tries the next one, unless `path` is the checkpoint itself. Also returns the rejected
+/// ones.
+pub(crate) fn open_newest<T>(
+    path: &Path,
+    mut open: impl FnMut(&Path) -> Result<T>,
+) -> Result<(T, Vec<(PathBuf, CheckpointError)>)> {
+    let (mut rejected, mut deleted) = (Vec::new(), 0);
+    loop {
+        let (found, newer) = directory::locate_except(path, rejected)?;
+        rejected = newer;
+        match open(&found) {
+            Err(WorkerError::Checkpoint(error)) if found != path && error.rejects(&found) => {
+                if found.symlink_metadata().is_ok() {
+                    rejected.push((found, error));
+                } else if deleted < MAX_DELETED {
+                    deleted += 1;
+                } else {
+                    return Err(error.into());
+                }
+            }
+            result => return Ok((result?, rejected)),
+        }
     }
 }
 

@@ -86,7 +86,7 @@ pub(super) async fn run(options: Serve) -> Result<ExitCode, QueryError> {
             let is_stopped = || stop.load(Ordering::Relaxed);
             // An error means that the command is ending.
             let ready = |texts| _ = loaded.send(texts);
-            model::run(&command, &source, &service, &requests, &is_stopped, ready)
+            model::run(&command, &source, &service, &requests, &mut print_note, &is_stopped, ready)
         }
     });
     let server = async {

@@ -77,7 +77,7 @@ fn judge_with_logits(job: &Job, commands: &[Vec<String>], models: &[(String, Str
         let words = bytes.chunks_exact(4).map(|word| word.try_into().unwrap());
         let theirs: Vec<f32> = words.map(f32::from_le_bytes).collect();
         let backend = open_device(Device::Cpu, Precision::Fp32, false).unwrap();
-        let model = Source::find(Path::new(ours)).unwrap().load(&backend, &|| false).unwrap();
+        let model = Source::find(Path::new(ours)).unwrap().load(&backend, &mut |_| {}, &|| false).unwrap();
         for (how, values) in [("forward", forward(&backend, &model)), ("decoding", decoding(&model))] {
             assert_eq!(values.len(), theirs.len(), "{ours}");
             let distance = values.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

@@ -35,6 +35,8 @@ const DAMAGED: &str = ".damaged";
 const MAX_SET_ASIDE: u32 = 10_000;
 /// Suffix of checkpoints that no longer belong to the run.
 const ABANDONED: &str = ".abandoned";
+/// Maximum number of scans of a directory from which a running job deletes checkpoints.
+const MAX_SCANS: usize = 10;
 
 /// A directory that has the name of a checkpoint.
 #[derive(Debug)]
@@ -51,6 +53,19 @@ pub struct Found {
 
 /// Returns all checkpoints of a directory, newest first; none if the directory does not exist.
 pub fn scan(dir: &Path) -> Result<Vec<Found>, CheckpointError> {
+    let mut found = scan_once(dir)?;
+    // A running job may have deleted a checkpoint after the directory was listed, and saved a newer one.
+    let is_gone = |found: &Found| found.state.is_err() && found.path.symlink_metadata().is_err();
+    for _ in 1..MAX_SCANS {
+        if !found.iter().any(is_gone) {
+            break;
+        }
+        found = scan_once(dir)?;
+    }
+    Ok(found)
+}
+
+fn scan_once(dir: &Path) -> Result<Vec<Found>, CheckpointError> {
     let read = |error: io::Error| CheckpointError::Read { path: dir.into(), reason: error.to_string() };
     let entries = match fs_err::read_dir(dir) {
         Ok(entries) => entries.collect::<io::Result<Vec<_>>>().map_err(read)?,
@@ -119,9 +134,19 @@ impl Choice {
 /// # Errors
 /// If there are checkpoints but none is valid, or the directory cannot be read.
 pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
+    choose_except(dir, &mut Vec::new())
+}
+
+/// Chooses a checkpoint like [`choose`]. Moves those of this directory that are in `known`, which were rejected before,
+/// to the rejected ones of the choice.
+fn choose_except(
+    dir: &Path,
+    known: &mut Vec<(PathBuf, CheckpointError)>,
+) -> Result<Option<Choice>, CheckpointError> {
     let mut rejected = Vec::new();
     for Found { path, state, .. } in scan(dir)? {
-        match state {
+        let before = known.iter().position(|(other, _)| *other == path);
+        match before.map_or(state, |index| Err(known.swap_remove(index).1)) {
             Ok(state) => {
                 let newer = unfinished(dir).into_iter().filter(|(step, _)| *step > state.step);
                 rejected.extend(newer.map(|(_, error)| (dir.to_owned(), error)));
@@ -171,14 +196,22 @@ fn newest_runs_below(dir: &Path) -> Vec<PathBuf> {
 /// Resolves a path given by a user: it may be a checkpoint, a directory of checkpoints, or a run. For the latter two,
 /// this is the newest valid checkpoint. Also returns the rejected ones.
 pub fn locate(path: &Path) -> Result<(PathBuf, Vec<(PathBuf, CheckpointError)>), CheckpointError> {
+    locate_except(path, Vec::new())
+}
+
+/// Resolves a path like [`locate`], without the checkpoints in `known`, which were rejected before.
+pub fn locate_except(
+    path: &Path,
+    mut known: Vec<(PathBuf, CheckpointError)>,
+) -> Result<(PathBuf, Vec<(PathBuf, CheckpointError)>), CheckpointError> {
     // The name of a run may begin like that, such as `step-by-step`.
     let has_name = |name: &OsStr| parse(name.to_str()?.split('.').next()?);
     if path.join(MANIFEST).exists() || path.file_name().and_then(has_name).is_some() {
         return Ok((path.into(), Vec::new()));
     }
-    let choice = match choose(path)? {
+    let choice = match choose_except(path, &mut known)? {
         Some(choice) => Some(choice),
-        None => choose(&path.join(CHECKPOINTS))?,
+        None => choose_except(&path.join(CHECKPOINTS), &mut known)?,
     };
     choice.map(Choice::into_parts).ok_or_else(|| CheckpointError::None { path: path.into() })
 }

@@ -48,7 +48,7 @@ pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use xlaunch_spec::job::{JobSpec, Optimizer};
 use xlaunch_spec::model::ModelShape;
@@ -108,6 +108,14 @@ pub enum CheckpointError {
     None { path: PathBuf },
     #[error("no valid checkpoint in {}: {}", path.display(), reasons.join("; "))]
     NoneValid { path: PathBuf, reasons: Vec<String> },
+}
+
+impl CheckpointError {
+    /// Returns whether an older checkpoint may be usable in place of `checkpoint`.
+    pub(crate) fn rejects(&self, checkpoint: &Path) -> bool {
+        matches!(self, Self::Damaged { path, .. } | Self::Read { path, .. } | Self::OtherModel { path, .. }
+            if path.starts_with(checkpoint))
+    }
 }
 
 /// Returns the format version of a job's checkpoints.

@@ -74,7 +74,7 @@ pub fn run(
     }
     // Batches of questions have several shapes; timing kernels for each shape would take longer than it saves.
     let backend = pretrained::open_device(command.device, command.precision, questions.is_none())?;
-    let model = source.load(&backend, interrupted)?;
+    let model = source.load(&backend, note, interrupted)?;
     let mut results = Results::default();
     if let Some(held) = held {
         results.loss = Some(loss(&backend, &model, &held, command.tokens, interrupted)?);

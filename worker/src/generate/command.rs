@@ -84,7 +84,7 @@ pub fn run(
     };
     let requests: Vec<Request> = fits.iter().flat_map(of_prompt).collect();
     let backend = pretrained::open_device(command.device, command.precision, false)?;
-    let model = source.load(&backend, interrupted)?;
+    let model = source.load(&backend, note, interrupted)?;
     let mut by_sample =
         |request: usize, update: Update<'_>| sink(fits[request / samples], request % samples, update);
     Ok(generate(&model, &settings, &requests, interrupted, &mut by_sample)?)

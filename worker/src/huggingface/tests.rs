@@ -10,16 +10,18 @@ use half::f16;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde_json::{Value, json};
 use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::job::{JobSpec, Precision};
 use xlaunch_spec::model::{Arch, ModelShape, PRESETS};
 
 use super::Directory;
-use crate::checkpoint::testing::save_model;
+use crate::checkpoint::directory;
+use crate::checkpoint::testing::{save, save_model};
 use crate::error::WorkerError;
 use crate::export::{Content, Export, ExportDtype, Exported, export, export_in_files};
 use crate::model::init;
 use crate::model::layout::Layout;
-use crate::weights::Weights;
+use crate::pretrained::{Device, Source, open_device};
+use crate::weights::{Weights, open_newest};
 
 fn threads() -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(2).build().unwrap()
@@ -101,6 +103,60 @@ fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
         .collect();
     files.sort();
     files
+}
+
+#[test]
+fn newest_checkpoint_whose_values_are_damaged_is_skipped_unless_it_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let [older, newest] = [1, 2].map(|step| save(dir.path(), step));
+    let weights = newest.join("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    let reason = format!(
+        "{} is not a complete checkpoint: model.safetensors does not match its hash",
+        newest.display()
+    );
+
+    let load = |path: &Path| {
+        let backend = open_device(Device::Cpu, Precision::Fp32, false)?;
+        let (source, mut notes) = (Source::find(path)?, Vec::new());
+        assert_eq!(source.notes, [""; 0]);
+        source.load(&backend, &mut |line| notes.push(line.to_owned()), &|| false).map(|_| notes)
+    };
+    assert_eq!(load(dir.path()).unwrap(), [format!("skipped {}: {reason}", newest.display())]);
+    assert_eq!(load(&newest).unwrap_err().message, reason);
+    let exported = export(&options(dir.path(), &dir.path().join("out"))).unwrap();
+    assert_eq!(
+        (exported.checkpoint, exported.step, exported.notes),
+        (older.clone(), 1, vec![reason.clone()])
+    );
+    assert_eq!(export(&options(&newest, &dir.path().join("b"))).unwrap_err().to_string(), reason);
+
+    fs::remove_dir_all(&older).unwrap();
+    let message = load(dir.path()).unwrap_err().message;
+    assert!(message.starts_with("no valid checkpoint in ") && message.ends_with(&reason), "{message}");
+}
+
+#[test]
+fn checkpoint_that_its_job_deletes_while_it_is_opened_gives_way_to_the_newest() {
+    let dir = tempfile::tempdir().unwrap();
+    save(dir.path(), 1);
+    let open = |steps: u64| {
+        open_newest(dir.path(), |path| {
+            let step = directory::state(path)?.step;
+            if step < steps {
+                fs::remove_dir_all(path).unwrap();
+                save(dir.path(), step + 1);
+            }
+            Ok(directory::state(path)?.step)
+        })
+    };
+    let (step, rejected) = open(3).unwrap();
+    assert!(step == 3 && rejected.is_empty(), "{rejected:?}");
+    let error = open(u64::MAX).unwrap_err().to_string();
+    assert!(error.contains("is not a complete checkpoint: "), "{error}");
 }
 
 #[test]

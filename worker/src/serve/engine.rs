@@ -23,7 +23,7 @@ pub struct Job {
 }
 
 /// Loads the model, and computes jobs until the other end of `jobs` is dropped. `ready` is called once the model is
-/// loaded, with the number of texts that are computed at the same time.
+/// loaded, with the number of texts that are computed at the same time. `note` receives lines for the user.
 ///
 /// # Errors
 /// If the model cannot be loaded, or the device fails.
@@ -32,11 +32,12 @@ pub fn run(
     source: &Source,
     service: &Service,
     jobs: &Receiver<Job>,
+    note: &mut dyn FnMut(&str),
     interrupted: &dyn Fn() -> bool,
     ready: impl FnOnce(usize),
 ) -> Result<(), Refusal> {
     let backend = pretrained::open_device(command.device, command.precision, false)?;
-    let model = source.load(&backend, interrupted)?;
+    let model = source.load(&backend, note, interrupted)?;
     let batch = Batch::new(&model, &service.settings, MAX_SLOTS, service.context, Prefill::Separate)?;
     ready(batch.slots());
     Ok(Engine { batch, jobs, clients: HashMap::new(), next: 0 }.run()?)

@@ -274,6 +274,7 @@ fn generate_from(path: &Path) -> (ExitCode, String) {
         xlaunch_spec::job::Precision::Fp32,
         false,
     );
-    let refusal = source.and_then(|source| source.load(&backend?, &|| false).map(drop)).unwrap_err();
+    let refusal =
+        source.and_then(|source| source.load(&backend?, &mut |_| {}, &|| false).map(drop)).unwrap_err();
     (refusal.exit, refusal.message)
 }
