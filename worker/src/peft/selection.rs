@@ -52,9 +52,11 @@ impl<'a> Selection<'a> {
             one => is_block(one),
         };
         let Some(targets) = &self.targets else { return false };
+        // For PEFT, the whole name of a layer takes precedence over the blocks.
+        let is_named = matches!(targets, Names::Ends(names) if names.contains(&layer));
         !targets.matches(layer)
             || self.excluded.as_ref().is_some_and(|names| names.matches(layer))
-            || !is_chosen
+            || !(is_named || is_chosen)
     }
 }
 

@@ -106,6 +106,18 @@ fn layers_that_peft_did_not_adapt_keep_their_weights() {
     missing(&[("layers_to_transform", json!([2]))], &|name| last(name) && !name.contains("q_proj.lora_A"));
 }
 
+#[test]
+fn layer_named_in_full_is_adapted_in_any_block() {
+    let shape = ModelShape { layers: 3, ..Arch::Llama.base() };
+    let names = ["0", "1"].map(|block| format!("model.layers.{block}.self_attn.k_proj"));
+    let is_named = |name: &str| names.iter().any(|layer| name.contains(layer.as_str()));
+    let one = ("layers_to_transform", json!([1]));
+    reread(&shape, &[("target_modules", json!(names)), one.clone()], is_named).unwrap();
+    let error =
+        reread(&shape, &[("target_modules", json!(["self_attn.k_proj"])), one], is_named).unwrap_err();
+    assert!(error.contains("layers.0.") && error.contains("PEFT does not read it"), "{error}");
+}
+
 /// PEFT leaves out such tensors when it loads an adapter.
 #[test]
 fn tensors_of_layers_that_the_configuration_leaves_out_are_refused() {
