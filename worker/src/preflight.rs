@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::job::{DataSource, Invalid, JobSpec, TrainSection};
+use xlaunch_spec::job::{DataSection, DataSource, Invalid, JobSpec, TrainSection};
 use xlaunch_spec::lineage::Fingerprint;
 use xlaunch_spec::model::{ModelSection, ModelShape};
 use xlaunch_spec::refusal::Refusal;
@@ -243,6 +243,12 @@ fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusa
     }
     ready.warnings.extend(inherited_ffn(&spec.model, &shape));
     ready.warnings.extend(spec.without_effect(&shape));
+    let is_prepared = matches!(dataset.tokenizer, TokenizerSource::File { manifest: Some(_), .. });
+    let holds_out = spec.data.val_fraction != DataSection::default().val_fraction;
+    if is_prepared && holds_out && spec.data.val.is_empty() {
+        let reason = "data.train is a prepared directory, which has its own validation data";
+        ready.warnings.push(format!("data.val_fraction has no effect: {reason}"));
+    }
     // Checkpoints contain the tokenizer even if no text is sampled.
     dataset.tokenizer.load().map_err(WorkerError::from)?;
     let layout = Layout::of_job(spec, &shape).map_err(usage)?;
@@ -380,7 +386,7 @@ fn abandon(dir: &Path, after: Option<u64>, warnings: &mut Vec<String>) -> Result
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_spec::job::{CheckpointSection, DataSection};
+    use xlaunch_spec::job::CheckpointSection;
 
     use super::*;
 

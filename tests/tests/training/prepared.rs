@@ -93,8 +93,14 @@ fn text_is_prepared_trained_on_and_sampled() {
     let prepare = ["data", "prepare", "--tokenizer", "gpt2", "--documents", "line", "--val", "0.3"];
     let prepared = job.command(&[&prepare[..], &["--output", "tokens", "text"]].concat()).output().unwrap();
     assert!(prepared.status.success(), "{}", String::from_utf8_lossy(&prepared.stderr));
-    let run = job.run_ok(&["--set", "train.eval_tokens=64", "--set", "train.sample_prompt=line"]);
+    let settings = ["train.eval_tokens=64", "train.sample_prompt=line", "data.val_fraction=0.1"];
+    let run = job.run_ok(&settings.map(|setting| ["--set", setting]).concat());
     assert!(run.stderr.contains("(64 tokens)"), "{}", run.stderr);
+    assert!(
+        run.stderr.contains("data.val_fraction has no effect: data.train is a prepared"),
+        "{}",
+        run.stderr
+    );
     assert!(run.stdout.contains("the model writes:\n  | line"), "{}", run.stdout);
     // An interrupted `prepare` leaves the directory in this state.
     std::fs::remove_file(job.path().join("tokens/manifest.json")).unwrap();

@@ -112,6 +112,13 @@ impl JobSpec {
                 "train.optimizer is not \"muon\"",
             ),
             (
+                "muon.beta2",
+                self.muon.beta2 != MuonSection::default().beta2
+                    && train.optimizer == Optimizer::Muon
+                    && !self.muon.normuon,
+                "muon.normuon is false",
+            ),
+            (
                 "train.decay_steps",
                 train.decay_steps.is_some() && train.schedule != Schedule::Wsd,
                 "train.schedule is not \"wsd\"",
@@ -125,6 +132,16 @@ impl JobSpec {
                 "train.sample_every",
                 train.sample_every != 0 && train.sample == 0,
                 "train.sample is 0, so no text is sampled",
+            ),
+            (
+                "train.sample_prompt",
+                !train.sample_prompt.is_empty() && train.sample == 0,
+                "train.sample is 0, so no text is sampled",
+            ),
+            (
+                "train.eval_batches",
+                train.eval_batches != default.eval_batches && train.eval_tokens != 0,
+                "train.eval_tokens is set",
             ),
             (
                 "data.val_fraction",
@@ -278,9 +295,14 @@ mod tests {
         };
         assert!(warnings(&[]).is_empty());
         let moe = |s: &mut JobSpec| s.model.experts = Some(4);
-        let cases: [(&str, Change, Change); 11] = [
+        let cases: [(&str, Change, Change); 14] = [
             ("[lora]", |s| s.lora.alpha = Some(32.0), |s| s.lora.rank = 8),
             ("[muon]", |s| s.muon.lr = 0.1, |s| s.train.optimizer = Optimizer::Muon),
+            (
+                "muon.beta2",
+                |s| (s.muon.beta2, s.train.optimizer) = (0.9, Optimizer::Muon),
+                |s| s.muon.normuon = true,
+            ),
             ("train.decay_steps", |s| s.train.decay_steps = Some(9), |s| s.train.schedule = Schedule::Wsd),
             (
                 "train.min_lr_ratio",
@@ -291,6 +313,16 @@ mod tests {
                 "train.sample_every",
                 |s| (s.train.sample_every, s.train.sample) = (5, 0),
                 |s| s.train.sample = 9,
+            ),
+            (
+                "train.sample_prompt",
+                |s| (s.train.sample_prompt, s.train.sample) = ("a".into(), 0),
+                |s| s.train.sample = 9,
+            ),
+            (
+                "train.eval_batches",
+                |s| (s.train.eval_batches, s.train.eval_tokens) = (9, 100),
+                |s| s.train.eval_tokens = 0,
             ),
             (
                 "data.val_fraction",
