@@ -104,7 +104,8 @@ impl MuonSection {
     }
 }
 
-/// `[lr_scale]`: factors of `train.lr` for groups of parameters. 0 freezes a group.
+/// `[lr_scale]`: factors of `train.lr` for groups of parameters. 0 freezes a group, whose gradients still count in
+/// `train.clip`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
