@@ -35,7 +35,7 @@ pub(super) struct Echo {
 }
 
 impl Plan {
-    /// Plans the texts of a request. `seed` is used if the request has none.
+    /// Plans the texts of a request. If it has no seed, prompts have seeds from `seed` on, so that equal ones differ.
     pub(super) fn new(request: &TextRequest, service: &Service, seed: u64) -> Result<Self, ApiError> {
         let TextRequest { endpoint, inputs, samples, .. } = request;
         let several = inputs.len() > 1;
@@ -61,7 +61,7 @@ impl Plan {
             let options = Options {
                 max_tokens: room,
                 sampling: service.sampling(request.sampling),
-                seed: request.seed.unwrap_or(seed),
+                seed: request.seed.unwrap_or(seed.wrapping_add(index as u64)),
                 stop: request.stop.clone(),
                 scores: request.top_logprobs,
                 echo: request.echo,

@@ -82,6 +82,9 @@ fn served_texts_are_those_of_generate() {
     let all: Vec<Value> =
         (0..8).map(|_| server.post_ok(COMPLETIONS, &json!({"prompt": "q", "max_tokens": 20}))).collect();
     assert!(all.iter().any(|reply| texts(reply) != texts(&all[0])), "{all:?}");
+    let same = json!({"prompt": vec!["q"; 8], "max_tokens": 20});
+    let reply = server.post_ok(COMPLETIONS, &same);
+    assert!(texts(&reply).iter().any(|text| *text != texts(&reply)[0]), "{reply}");
     // The text ends before a stop string, and is repeated after its prompt.
     let greedy = greedy.as_str().unwrap();
     let stop = &greedy[4..7];
