@@ -309,7 +309,7 @@ async fn dispatch(command: Subcommands) -> ExitCode {
         Run::Report(options) => report::run(&options),
         // Handled in `main`, because its arguments are a command line of their own.
         Run::Remote(_) => return ExitCode::Internal,
-        Run::Gen(what) => r#gen::run(&what, command_definition()),
+        Run::Gen(what) => r#gen::run(&what, &command_definition()),
     })
 }
 

@@ -12,7 +12,7 @@ use xlaunch_spec::exit::ExitCode;
 pub(super) fn write(dir: &Path, mut command: Command) -> io::Result<()> {
     fs_err::create_dir_all(dir)?;
     command.build();
-    for subcommand in command.get_subcommands().filter(|it| !it.is_hide_set()) {
+    for subcommand in command.get_subcommands() {
         clap_mangen::generate_to(subcommand.clone(), dir)?;
     }
     fs_err::write(dir.join("xlaunch.1"), main_page(command)?)

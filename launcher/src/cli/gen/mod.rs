@@ -35,16 +35,11 @@ pub(super) enum Gen {
 }
 
 /// Generates one kind of output. `command` is the definition of the subcommands.
-pub(super) fn run(what: &Gen, command: Command) -> Result<ExitCode, QueryError> {
-    let mut command = with_launch_flags(command);
+pub(super) fn run(what: &Gen, command: &Command) -> Result<ExitCode, QueryError> {
     match what {
-        Gen::Man { dir } => man::write(dir, command)
+        Gen::Man { dir } => man::write(dir, with_launch_flags(command).arg(target()))
             .map_err(|error| Refusal::new(ExitCode::Usage, format!("failed to write man pages: {error}")))?,
-        Gen::Completions { shell } => {
-            let mut script = Vec::new();
-            clap_complete::generate(*shell, &mut command, "xlaunch", &mut script);
-            print(&script)?;
-        }
+        Gen::Completions { shell } => print(completions(*shell, command).as_bytes())?,
         Gen::Schema => print(format!("{:#}\n", schema()).as_bytes())?,
         Gen::ConfigDocs => print(config_docs::tables(&schema()).as_bytes())?,
     }
@@ -57,38 +52,78 @@ fn schema() -> serde_json::Value {
     schema.to_value()
 }
 
-/// Adds the flags of launches, which clap does not parse.
-fn with_launch_flags(command: Command) -> Command {
-    let target = Arg::new("target")
+/// Returns the subcommands that users run, and the flags of launches, which clap does not parse.
+fn with_launch_flags(command: &Command) -> Command {
+    // clap cannot remove subcommands from a definition.
+    Command::new("xlaunch")
+        .about(torchrun::ABOUT)
+        .version(env!("CARGO_PKG_VERSION"))
+        .override_usage(torchrun::usage())
+        .disable_version_flag(true)
+        .args(torchrun::arguments())
+        .disable_help_subcommand(true)
+        .subcommands(command.get_subcommands().filter(|it| !it.is_hide_set()).cloned())
+}
+
+fn target() -> Arg {
+    Arg::new("target")
         .value_name("TARGET")
         .help("SCRIPT.py, MODULE, -- PROGRAM or CONFIG.toml, with its arguments")
         .num_args(0..)
         .trailing_var_arg(true)
-        .value_hint(ValueHint::FilePath);
-    command
-        .override_usage(torchrun::usage())
-        .disable_version_flag(true)
-        .args(torchrun::arguments())
-        .arg(target)
-        .disable_help_subcommand(true)
-        .subcommand_required(false)
+        .value_hint(ValueHint::FilePath)
+}
+
+fn completions(shell: Shell, command: &Command) -> String {
+    let launches = with_launch_flags(command);
+    let script = |mut command: Command| {
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut command, "xlaunch", &mut script);
+        String::from_utf8_lossy(&script).into_owned()
+    };
+    match shell {
+        Shell::Bash => with_attached_values(&script(launches.arg(target()))),
+        // zsh would take a subcommand for an optional target before it.
+        Shell::Zsh => with_targets(&script(launches)),
+        _ => script(launches.arg(target())),
+    }
+}
+
+/// Makes bash complete the value in `--option=VALUE`, which it splits into three words.
+fn with_attached_values(script: &str) -> String {
+    let previous = "    prev=\"$3\"\n";
+    let attached = "    [[ \"${prev}\" == \"=\" ]] && prev=\"${COMP_WORDS[COMP_CWORD-2]}\"\n";
+    script.replacen(previous, &format!("{previous}{attached}"), 1)
+}
+
+/// Makes zsh complete files beside subcommands, and flags and files after a word that is not a subcommand.
+fn with_targets(script: &str) -> String {
+    let (arguments, subcommands) =
+        ("_arguments \"${_arguments_options[@]}\" : \\\n", "\":: :_xlaunch_commands\"");
+    let last = "        esac\n    ;;\nesac\n}\n";
+    let flags = script.split_once(arguments).and_then(|(_, rest)| rest.split_once(subcommands));
+    let flags = flags.map_or("", |(flags, _)| flags);
+    let other = format!("(*)\n{arguments}{flags}'*:target:_files' \\\n&& ret=0\n;;\n{last}");
+    script.replacen(subcommands, "\"1: :{_xlaunch_commands; _files}\"", 1).replacen(last, &other, 1)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::process;
+
     use super::*;
     use crate::cli::command_definition;
 
     #[test]
     fn definition_with_launch_flags_is_consistent() {
-        with_launch_flags(command_definition()).debug_assert();
+        with_launch_flags(&command_definition()).arg(target()).debug_assert();
     }
 
     #[test]
     fn man_pages_list_every_flag_subcommand_and_exit_code() {
         let dir = tempfile::tempdir().unwrap();
         let pages = dir.path().join("man1");
-        run(&Gen::Man { dir: pages.clone() }, command_definition()).unwrap();
+        run(&Gen::Man { dir: pages.clone() }, &command_definition()).unwrap();
         let page = |name: &str| fs_err::read_to_string(pages.join(name)).unwrap().replace('\\', "");
         let main = page("xlaunch.1");
         for flag in torchrun::arguments() {
@@ -109,17 +144,53 @@ mod tests {
     #[test]
     fn completions_include_flags_and_subcommands() {
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish, Shell::Elvish] {
-            let mut script = Vec::new();
-            clap_complete::generate(
-                shell,
-                &mut with_launch_flags(command_definition()),
-                "xlaunch",
-                &mut script,
-            );
-            let script = String::from_utf8(script).unwrap();
+            let script = completions(shell, &command_definition());
             for word in ["nproc-per-node", "max-restarts", "submit", "priority"] {
                 assert!(script.contains(word), "{word} is not in the script for {shell}");
             }
+            assert!(!script.contains("Run one job of a node's daemon"), "a hidden subcommand, {shell}");
+        }
+    }
+
+    #[test]
+    fn bash_completes_attached_values() {
+        let script = completions(Shell::Bash, &command_definition());
+        let line = "COMP_WORDS=(xlaunch serve --device = c) COMP_CWORD=4
+            _xlaunch xlaunch c =; echo ${COMPREPLY[@]}";
+        let output =
+            process::Command::new("bash").args(["-c", &format!("{script}\n{line}")]).output().unwrap();
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "cuda cpu\n", "{output:?}");
+    }
+
+    /// Runs zsh on a terminal of its own, if it is installed.
+    #[test]
+    fn zsh_completes_subcommands_and_targets() {
+        let script = completions(Shell::Zsh, &command_definition());
+        assert!(script.contains("{_xlaunch_commands; _files}") && script.contains("'*:target:_files'"));
+        assert!(!script.contains("$line[2]"), "a word before the subcommand");
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs_err::write(dir.path().join(name), text).unwrap();
+        write("_xlaunch", &script);
+        write("t.toml", "");
+        // Ctrl-X prints the line, and ends the shell.
+        write(
+            ".zshrc",
+            "fpath=($ZDOTDIR $fpath); autoload -Uz compinit; compinit -u -D; cd $ZDOTDIR
+             show() { print -r -- \"<$BUFFER>\"; exit }; zle -N show; bindkey '^X' show; print ready\n",
+        );
+        let run = "zmodload zsh/zpty || exit; zpty z zsh -i; zpty -r z out '*ready*'
+            zpty -w -n z \"$LINE\"$'\\t\\x18'; zpty -r z out '*<*>*'; print -r -- \"$out\"";
+        for (line, completed) in [
+            ("xlaunch serve --tokeni", "<xlaunch serve --tokenizer=>"),
+            ("xlaunch serve t", "<xlaunch serve t.toml >"),
+            ("xlaunch t.", "<xlaunch t.toml >"),
+            ("xlaunch t.toml --overw", "<xlaunch t.toml --overwrite >"),
+        ] {
+            let mut zsh = process::Command::new("zsh");
+            zsh.args(["-f", "-c", run]).env("LINE", line).env("ZDOTDIR", dir.path()).env("TERM", "xterm");
+            let Ok(output) = zsh.stdin(process::Stdio::null()).output() else { return };
+            let shown = String::from_utf8_lossy(&output.stdout);
+            assert!(shown.contains(completed), "{line}: {output:?}");
         }
     }
 
