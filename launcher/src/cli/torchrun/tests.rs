@@ -231,6 +231,8 @@ fn invalid_values_are_refused_with_what_was_expected() {
         ("--preload torch -- a", "--preload imports Python modules: it needs a script or -m MODULE"),
         ("--preload torch t.toml", "--preload does not apply to training configurations"),
         ("--no-python -m a", "--no-python and --module cannot be combined"),
+        ("t.toml --resume --overwrite", "--resume and --overwrite cannot be combined"),
+        ("--overwrite t.toml --resume=a", "--resume and --overwrite cannot be combined"),
         (
             "--nproc 3 --virtual-local-rank a.py",
             "3 workers need a GPU each, but CUDA_VISIBLE_DEVICES=1,0 has 2",

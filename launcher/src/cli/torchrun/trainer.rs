@@ -44,6 +44,11 @@ pub(super) fn launch(reader: &Reader<'_>, config: &OsStr) -> Result<Launch, Stri
         Some(None) => Some("auto".into()),
         None => None,
     };
+    if resume.is_some() && reader.line.last("overwrite").is_some() {
+        return Err(
+            "--resume and --overwrite cannot be combined: one continues, the other starts afresh".into()
+        );
+    }
     let nproc = reader.parsed("nproc-per-node", values::trainer_workers)?.flatten();
     if reader.parsed("nproc-per-node", |text| Ok(text == "gpu"))? == Some(true) {
         // Otherwise a node without GPUs would train on its CPU.
