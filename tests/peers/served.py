@@ -59,7 +59,7 @@ def check_places(entries, expected, ids, first, what):
 
 def completions(server, model, fast):
     """Compares prompts in all their forms, in one request each."""
-    ids = [fast(prompt)["input_ids"] or [fast.eos_token_id] for prompt in PROMPTS]
+    ids = [fast(prompt)["input_ids"] or [fast.bos_token_id] for prompt in PROMPTS]
     ids = [prompt[:100] for prompt in ids]
     texts = PROMPTS[:3]
     for prompts, of in ((ids, ids), (texts, ids), (ids[0], ids[:1]), (texts[2], ids[2:3])):

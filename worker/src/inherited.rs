@@ -97,6 +97,12 @@ impl Inherited {
         ids
     }
 
+    /// Returns the id that starts a text without a prompt.
+    pub fn bos_id(&self) -> Option<u32> {
+        let configs = [&self.generation_config, &self.config];
+        configs.iter().find_map(|config| numbers(config.get("bos_token_id")).first().copied())
+    }
+
     /// Returns a special token, such as `bos_token`.
     pub fn token(&self, key: &str) -> Option<&str> {
         special_token(&self.tokenizer_config, &self.special_tokens_map, key)

@@ -28,7 +28,6 @@ mod text;
 use std::sync::Arc;
 use std::time::Duration;
 
-use xlaunch_data::{Tokenizer, TokenizerError};
 use xlaunch_spec::exit::ExitCode;
 
 use xlaunch_spec::refusal::Refusal;
@@ -80,18 +79,6 @@ pub struct Request {
 }
 
 impl Request {
-    /// Returns the ids of a prompt. If it has none: the end-of-text id, which starts documents, or a line feed.
-    ///
-    /// # Errors
-    /// If the tokenizer cannot encode a line feed.
-    pub fn started(tokenizer: &Tokenizer, tokens: Vec<u32>) -> Result<Vec<u32>, TokenizerError> {
-        match tokenizer.end_of_text() {
-            _ if !tokens.is_empty() => Ok(tokens),
-            Some(id) => Ok(vec![id]),
-            None => Ok(vec![tokenizer.encode("\n")?.first().copied().unwrap_or(0)]),
-        }
-    }
-
     fn scores_prompt(&self) -> bool {
         self.options.scores.is_some() && self.options.echo
     }

@@ -8,7 +8,7 @@ use xlaunch_data::chat::{self, Template, template_names, template_tokens};
 use xlaunch_data::{Tokenizer, TokenizerError};
 use xlaunch_spec::refusal::Refusal;
 
-use super::{Request, Sampling, Vocabulary};
+use super::{Sampling, Vocabulary};
 use crate::inherited::Inherited;
 use crate::pretrained::Source;
 
@@ -93,7 +93,19 @@ impl Settings {
                 self.tokenizer.encode_prompt(&self.chat(messages)?, false).map_err(failed)?
             }
         };
-        Request::started(&self.tokenizer, tokens).map_err(failed)
+        if tokens.is_empty() { Ok(vec![self.first_id().map_err(failed)?]) } else { Ok(tokens) }
+    }
+
+    /// Returns the id that an empty prompt consists of: `bos_token_id` of a directory in Hugging Face's layout, as in
+    /// `transformers`; otherwise the end-of-text id, which starts documents, or a line feed.
+    fn first_id(&self) -> Result<u32, TokenizerError> {
+        let inherited = self.inherited.as_ref().filter(|_| !self.raw && !self.is_run);
+        let known = |id: &u32| usize::try_from(*id).is_ok_and(|id| id < self.vocabulary.size);
+        let bos = inherited.and_then(Inherited::bos_id).filter(known);
+        match bos.or(self.tokenizer.end_of_text()) {
+            Some(id) => Ok(id),
+            None => Ok(self.tokenizer.encode("\n")?.first().copied().unwrap_or(0)),
+        }
     }
 
     /// Renders a chat with the model's own template, up to the point where the model answers.
@@ -325,6 +337,26 @@ mod tests {
     #[test]
     fn model_in_hugging_faces_layout_is_decoded_greedily_unless_it_samples() {
         let settings = |generation_config: Value, is_run: bool| {
+        let names = ["`do_sample: \"yes\"`", "`eos_token_id: [255,256]`"];
+        assert_eq!(found(json!({"do_sample": "yes", "eos_token_id": [255, 256]})), names);
+    }
+
+    #[test]
+    fn empty_prompt_is_the_first_id_of_the_model() {
+        let first = |generation_config: Value, config: Value, is_run: bool| {
+            let [generation_config, config] =
+                [generation_config, config].map(|config| config.as_object().unwrap().clone());
+            let inherited = Some(Inherited { generation_config, config, ..Inherited::default() });
+            let vocabulary = Vocabulary { size: 50_257, ends: Vec::new() };
+            let settings =
+                Settings { inherited, is_run, ..Settings::for_test(Tokenizer::gpt2(), vocabulary) };
+            settings.tokens(&Prompt::Text(String::new())).unwrap()
+        };
+        assert_eq!(first(json!({"bos_token_id": 1}), json!({"bos_token_id": 2}), false), [1]);
+        assert_eq!(first(json!({"bos_token_id": null}), json!({"bos_token_id": 2}), false), [2]);
+        assert_eq!(first(json!({}), json!({}), false), [50_256]);
+        assert_eq!(first(json!({"bos_token_id": 50_257}), json!({}), false), [50_256], "it has no such id");
+        assert_eq!(first(json!({}), json!({"bos_token_id": 2}), true), [50_256], "documents start with it");
             let generation_config = generation_config.as_object().unwrap().clone();
             let inherited = Some(Inherited { generation_config, ..Inherited::default() });
             let (tokenizer, vocabulary) = (Tokenizer::bytes(), Vocabulary { size: 256, ends: Vec::new() });
