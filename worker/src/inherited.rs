@@ -117,7 +117,7 @@ impl Inherited {
     }
 }
 
-fn numbers(value: Option<&Value>) -> Vec<u32> {
+pub(crate) fn numbers(value: Option<&Value>) -> Vec<u32> {
     let number = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
     match value {
         Some(Value::Array(list)) => list.iter().filter_map(number).collect(),

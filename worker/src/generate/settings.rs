@@ -9,7 +9,7 @@ use xlaunch_data::{Tokenizer, TokenizerError};
 use xlaunch_spec::refusal::Refusal;
 
 use super::{Sampling, Vocabulary};
-use crate::inherited::Inherited;
+use crate::inherited::{Inherited, numbers};
 use crate::pretrained::Source;
 
 /// Number of tokens to draw from if a directory does not set it; the default of Python's `transformers`.
@@ -138,7 +138,7 @@ impl Settings {
 
     /// Returns a warning about settings of the model that have no effect.
     pub fn warning(&self) -> Option<String> {
-        let names = without_effect(self.generation_config()?);
+        let names = without_effect(self.generation_config()?, self.vocabulary.size);
         let verbs = if names.len() == 1 { ("is", "has") } else { ("are", "have") };
         (!names.is_empty()).then(|| {
             let names = names.join(", ");
@@ -190,6 +190,7 @@ fn is_valid(key: &str, value: &Value) -> bool {
         "temperature" => number.is_some_and(|number| number >= 0.0),
         "top_p" => number.is_some_and(|number| (0.0..=1.0).contains(&number)),
         "top_k" => value.is_u64(),
+        "do_sample" => value.is_boolean(),
         "max_length" | "max_new_tokens" => value.as_u64().is_some_and(|count| count > 0),
         "eos_token_id" => match value {
             Value::Array(ids) => ids.iter().all(|id| is_valid(key, id)),
@@ -200,9 +201,9 @@ fn is_valid(key: &str, value: &Value) -> bool {
 }
 
 /// Returns the keys of `generation_config.json` that would change the texts of `transformers`, but not those here, for
-/// messages: with their value if the key is read, but not this value.
-fn without_effect(config: &Map<String, Value>) -> Vec<String> {
-    const READ_SETTINGS: [&str; 3] = ["eos_token_id", "max_length", "max_new_tokens"];
+/// messages: with their value if the key is read, but not this value. `vocab`: number of the model's ids.
+fn without_effect(config: &Map<String, Value>, vocab: usize) -> Vec<String> {
+    const READ_SETTINGS: [&str; 4] = ["do_sample", "eos_token_id", "max_length", "max_new_tokens"];
     const READ_SAMPLING_SETTINGS: [&str; 3] = ["temperature", "top_k", "top_p"];
     // Each with the number that asks for nothing; `null` and `false` do as well, and lists that are empty.
     const NO_NUMBER: f64 = f64::NAN;
@@ -240,6 +241,9 @@ fn without_effect(config: &Map<String, Value>) -> Vec<String> {
         ("typical_p", 1.0),
     ];
     let samples = config.get("do_sample").and_then(Value::as_bool) == Some(true);
+    let exceeds = |key: &str, value: &Value| {
+        key == "eos_token_id" && numbers(Some(value)).iter().any(|id| *id as usize >= vocab)
+    };
     let asks_for_nothing = |value: &Value, neutral: f64| match value {
         Value::Null | Value::Bool(false) => true,
         Value::Array(list) => list.is_empty(),
@@ -252,7 +256,8 @@ fn without_effect(config: &Map<String, Value>) -> Vec<String> {
         .map(|(key, _)| format!("`{key}`"));
     let keys = READ_SETTINGS.iter().chain(READ_SAMPLING_SETTINGS.iter().filter(|_| samples));
     let invalid = keys.filter_map(|key| {
-        let value = config.get(*key).filter(|value| !is_valid(key, value))?.to_string();
+        let value =
+            config.get(*key).filter(|value| !is_valid(key, value) || exceeds(key, value))?.to_string();
         Some(format!("`{key}: {}`", value.chars().take(MAX_VALUE_CHARS).collect::<String>()))
     });
     let mut names: Vec<String> = ignored.chain(invalid).collect();
@@ -283,7 +288,7 @@ mod tests {
 
     #[test]
     fn settings_without_effect_are_named() {
-        let found = |config: Value| without_effect(config.as_object().unwrap());
+        let found = |config: Value| without_effect(config.as_object().unwrap(), 256);
         assert_eq!(
             found(json!({"repetition_penalty": 1.1, "num_beams": 4})),
             ["`num_beams`", "`repetition_penalty`"]
@@ -332,11 +337,6 @@ mod tests {
             "`top_p: 1.5`",
         ];
         assert_eq!(found(impossible), names);
-    }
-
-    #[test]
-    fn model_in_hugging_faces_layout_is_decoded_greedily_unless_it_samples() {
-        let settings = |generation_config: Value, is_run: bool| {
         let names = ["`do_sample: \"yes\"`", "`eos_token_id: [255,256]`"];
         assert_eq!(found(json!({"do_sample": "yes", "eos_token_id": [255, 256]})), names);
     }
@@ -357,6 +357,11 @@ mod tests {
         assert_eq!(first(json!({}), json!({}), false), [50_256]);
         assert_eq!(first(json!({"bos_token_id": 50_257}), json!({}), false), [50_256], "it has no such id");
         assert_eq!(first(json!({}), json!({"bos_token_id": 2}), true), [50_256], "documents start with it");
+    }
+
+    #[test]
+    fn model_in_hugging_faces_layout_is_decoded_greedily_unless_it_samples() {
+        let settings = |generation_config: Value, is_run: bool| {
             let generation_config = generation_config.as_object().unwrap().clone();
             let inherited = Some(Inherited { generation_config, ..Inherited::default() });
             let (tokenizer, vocabulary) = (Tokenizer::bytes(), Vocabulary { size: 256, ends: Vec::new() });
