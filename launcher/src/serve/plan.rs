@@ -66,7 +66,9 @@ impl Plan {
                 scores: request.top_logprobs,
                 echo: request.echo,
             };
-            let echo = request.echo.then(|| echo(input, &tokens, service));
+            let sent = if let Input::Text(text) = input { Some(text.as_str()) } else { None };
+            let echo = request.echo.then(|| service.echo(&tokens, sent));
+            let echo = echo.map(|(text, starts)| Echo { text, starts });
             Ok(Prompt { tokens: tokens.into(), echo, options: Arc::new(options) })
         };
         let prompts = inputs.iter().enumerate().map(prompt).collect::<Result<_, ApiError>>()?;
@@ -124,21 +126,6 @@ fn room(tokens: usize, request: &TextRequest, context: usize) -> Result<usize, S
              for {room}; shorten it or lower `max_tokens`"
         )),
         asked => Ok(asked.unwrap_or(room).min(room)),
-    }
-}
-
-fn echo(input: &Input, tokens: &[u32], service: &Service) -> Echo {
-    let (text, starts) = service.echo(tokens);
-    // The tokenizer may have put tokens before the text.
-    let before = match input {
-        Input::Text(own) => {
-            service.decode(tokens).strip_suffix(own.as_str()).map_or(0, |before| before.chars().count())
-        }
-        _ => 0,
-    };
-    Echo {
-        text: text.chars().skip(before).collect(),
-        starts: starts.iter().map(|start| start.saturating_sub(before)).collect(),
     }
 }
 

@@ -85,13 +85,9 @@ impl Service {
         self.settings.sampling(user)
     }
 
-    /// Returns the text of ids.
-    pub fn decode(&self, ids: &[u32]) -> String {
-        self.settings.tokenizer.decode(ids)
-    }
-
-    /// Returns the text of a prompt that later ids do not change, and the number of characters before each id.
-    pub fn echo(&self, ids: &[u32]) -> (String, Vec<usize>) {
+    /// Returns the text of a prompt that later ids do not change, and the number of characters before each id. `sent`
+    /// is a prompt that was sent as text: its ids may have another text, for example around special tokens.
+    pub fn echo(&self, ids: &[u32], sent: Option<&str>) -> (String, Vec<usize>) {
         let mut decoder = self.settings.tokenizer.decoder();
         let (mut text, mut length) = (String::new(), 0);
         let mut append = |part: &str| {
@@ -105,7 +101,22 @@ impl Service {
             start
         };
         let starts = ids.iter().map(start).collect();
-        (text, starts)
+        let sent = sent.and_then(|sent| self.echo_sent(ids, sent, &decoder.finish()));
+        sent.unwrap_or((text, starts))
+    }
+
+    /// Returns the part of a text before `held`, which the generated text repeats, and the number of characters before
+    /// each of its ids. `None` if the ids or the end of the text are others.
+    fn echo_sent(&self, ids: &[u32], sent: &str, held: &str) -> Option<(String, Vec<usize>)> {
+        let text = sent.strip_suffix(held)?;
+        let length = text.chars().count();
+        let pieces = self.settings.tokenizer.encode_with_offsets(sent, false).ok()?;
+        let own: Vec<u32> = pieces.iter().map(|(id, ..)| *id).collect();
+        // The tokenizer's template may have put ids before and after those of the text.
+        let before = (0..=ids.len()).find(|at| ids[*at..].starts_with(&own))?;
+        let starts = pieces.iter().map(|(_, start, _)| (*start).min(length));
+        let all = std::iter::repeat_n(0, before).chain(starts).chain(std::iter::repeat(length));
+        Some((text.into(), all.take(ids.len()).collect()))
     }
 
     /// Returns the bytes of a token. A special token is written as in the tokenizer's file.
@@ -138,6 +149,9 @@ pub fn token_name(id: u32) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
+    use serde_json::json;
     use xlaunch_data::Tokenizer;
 
     use super::*;
@@ -151,14 +165,66 @@ mod tests {
         let ids = service.text_prompt("I say \u{1f980}.".into()).unwrap();
         let texts: Vec<String> = ids.iter().map(|id| service.token_text(*id)).collect();
         assert_eq!(texts, ["I", " say", "bytes:\\x20\\xf0\\x9f", "bytes:\\xa6", "bytes:\\x80", "."]);
-        assert_eq!(service.echo(&ids), ("I say \u{1f980}.".into(), vec![0, 1, 5, 6, 6, 7]));
+        let text = "I say \u{1f980}.";
+        for sent in [None, Some(text)] {
+            assert_eq!(service.echo(&ids, sent), (text.into(), vec![0, 1, 5, 6, 6, 7]));
+        }
         let incomplete = [ids[0], ids[2], ids[5], ids[2]];
-        assert_eq!(service.echo(&incomplete), ("I \u{fffd}. ".into(), vec![0, 1, 3, 4]));
+        assert_eq!(service.echo(&incomplete, None), ("I \u{fffd}. ".into(), vec![0, 1, 3, 4]));
         assert_eq!(service.token_text(50_256), "<|endoftext|>");
         assert_eq!(
             (service.token_text(50_257).as_str(), service.token_bytes(50_257)),
             ("token_id:50257", vec![])
         );
         assert_eq!(service.token_bytes(ids[3]), [0xa6]);
+    }
+
+    #[test]
+    fn text_is_repeated_as_it_was_sent() {
+        let bytes = (0..=u8::MAX).map(|byte| (format!("<0x{byte:02X}>"), usize::from(byte)));
+        let pieces = ["<unk>", "<s>", "</s>", "\u{2581}", "a", "b", "\u{2581}a", "\u{2581}b"];
+        let pieces = pieces.into_iter().zip(256..).map(|(piece, id)| (piece.to_owned(), id));
+        let special = |id: usize, content: &str| {
+            json!({
+                "id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false,
+            })
+        };
+        let file = json!({
+            "added_tokens": [special(257, "<s>"), special(258, "</s>")],
+            "normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Prepend", "prepend": "\u{2581}"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"},
+            ]},
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [
+                    {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+                ],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [257], "tokens": ["<s>"]}},
+            },
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "}, {"type": "ByteFallback"},
+                {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ]},
+            "model": {
+                "type": "BPE", "unk_token": "<unk>", "byte_fallback": true,
+                "vocab": bytes.chain(pieces).collect::<BTreeMap<String, usize>>(),
+                "merges": ["\u{2581} a", "\u{2581} b"],
+            },
+        });
+        let tokenizer = Tokenizer::from_json(file.to_string().as_bytes()).unwrap();
+        let settings = Settings::for_test(tokenizer, Vocabulary { size: 264, ends: Vec::new() });
+        let service = Service { settings, context: 8, vocab: 264 };
+        let ids = service.text_prompt("a</s>b".into()).unwrap();
+        assert_eq!(ids, [257, 262, 258, 263]);
+        assert_eq!(service.echo(&ids, Some("a</s>b")), ("a</s>b".into(), vec![0, 0, 1, 5]));
+        assert_eq!(service.echo(&ids, None).0, "<s> a</s> b");
+        assert_eq!(service.echo(&[257], Some("")), (String::new(), vec![0]));
+        // The generated text begins with the character that another byte could change.
+        let ids = service.text_prompt("b\u{e9}".into()).unwrap();
+        assert_eq!(ids, [257, 263, 0xc3, 0xa9]);
+        assert_eq!(service.echo(&ids, Some("b\u{e9}")), ("b".into(), vec![0, 0, 1, 1]));
     }
 }

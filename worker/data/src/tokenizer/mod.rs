@@ -305,7 +305,7 @@ impl Tokenizer {
     /// Returns the ids of a text as [`Tokenizer::encode_prompt`] without a frame, each with its range of characters.
     /// `trimmed`: the ranges are those of Python, which may leave out white space; otherwise every character belongs to
     /// a range.
-    pub(crate) fn encode_with_offsets(
+    pub fn encode_with_offsets(
         &self,
         text: &str,
         trimmed: bool,
