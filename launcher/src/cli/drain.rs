@@ -16,7 +16,7 @@ pub(super) struct Drain {
     #[arg(long = "gpu", value_name = "UUID|INDEX")]
     gpus: Vec<String>,
     /// Reason to show to users whose jobs are waiting
-    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true, conflicts_with = "undo")]
     reason: String,
     /// Accept jobs again. Without --gpu, GPUs that were drained individually stay drained
     #[arg(long)]
