@@ -7,6 +7,7 @@ use clap::Subcommand;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 
+use super::choice::whole;
 use super::launch::{self, Launch};
 use super::output::answer;
 use crate::bench::all_reduce::{self, Dtype};
@@ -37,7 +38,7 @@ pub(super) enum Bench {
         #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
         set: Vec<String>,
         /// Number of measured steps
-        #[arg(long, value_name = "K", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
+        #[arg(long, value_name = "K", default_value_t = 50, value_parser = whole(1..=u64::MAX))]
         steps: u64,
         /// Number of steps before the measured ones
         #[arg(long, value_name = "K", default_value_t = 10)]
@@ -74,10 +75,10 @@ pub(super) enum Bench {
     /// Launching: overhead, reaction to failures, processes left behind; also torchrun's if it is in PATH
     Launch {
         /// Number of workers of each launch
-        #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
+        #[arg(long, value_name = "N", default_value_t = 8, value_parser = whole(1..=u32::MAX))]
         nproc: u32,
         /// Number of launches of each kind
-        #[arg(long, value_name = "K", default_value_t = 50, value_parser = clap::value_parser!(u16).range(1..))]
+        #[arg(long, value_name = "K", default_value_t = 50, value_parser = whole(1..=u16::MAX))]
         runs: u16,
         /// Print JSON
         #[arg(long)]

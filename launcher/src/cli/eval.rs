@@ -7,6 +7,7 @@ use clap::{ArgGroup, Args};
 use serde_json::{Value, json};
 use xlaunch_spec::exit::ExitCode;
 
+use super::choice::whole;
 use super::generate::{AdapterOption, DeviceOptions, until_interrupted};
 use super::output::{QueryError, print, print_note};
 use xlaunch_worker::evaluate::{self, Command, Results};
@@ -26,10 +27,10 @@ pub(super) struct Eval {
     #[arg(long, value_name = "DIR|GLOB", group = "task")]
     data: Option<String>,
     /// Evaluate only the first N tokens of the data, rounded up to whole windows
-    #[arg(long, value_name = "N", requires = "data", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", requires = "data", value_parser = whole(1..=u64::MAX))]
     tokens: Option<u64>,
     /// Tokens per window of the data; default: as many as the model's context has
-    #[arg(long, value_name = "T", requires = "data", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "T", requires = "data", value_parser = whole(1..=u32::MAX))]
     seq: Option<u32>,
     /// File with HellaSwag questions in llm.c's format
     #[arg(long, value_name = "FILE", group = "task")]

@@ -7,6 +7,7 @@ use xlaunch_proto::v1::HistoryRequest;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::quantities::parse_time;
 
+use super::choice::whole;
 use super::output::{QueryError, print, terminal_width};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{history, text};
@@ -22,7 +23,7 @@ pub(super) struct History {
     #[arg(long, value_name = "TIME")]
     since: Option<String>,
     /// Show only the N newest jobs
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = whole(1..=u32::MAX))]
     limit: Option<u32>,
     /// Print JSON
     #[arg(long)]

@@ -4,6 +4,7 @@ use clap::Args;
 use xlaunch_proto::json;
 use xlaunch_spec::exit::ExitCode;
 
+use super::choice::whole;
 use super::output::{QueryError, print, terminal_width};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{jobs, text};
@@ -16,7 +17,7 @@ pub(super) struct Jobs {
     #[arg(short, long)]
     all: bool,
     /// Show only the N newest jobs
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = whole(1..=u32::MAX))]
     limit: Option<u32>,
     /// Print JSON
     #[arg(long)]

@@ -7,6 +7,7 @@ use clap::Args;
 use xlaunch_proto::v1::{JobKind, LogLoss, LogStream, LogsRequest, RankStatus, StatusReply};
 use xlaunch_spec::exit::ExitCode;
 
+use super::choice::whole;
 use super::output::{QueryError, print, print_note};
 use super::target::{Launches, Server, Target};
 use crate::client::daemon::DaemonClient;
@@ -20,7 +21,7 @@ pub(super) struct Logs {
     #[command(flatten)]
     target: Target,
     /// Rank whose output to print
-    #[arg(long, value_name = "R", default_value_t = 0)]
+    #[arg(long, value_name = "R", default_value_t = 0, value_parser = whole(0..=u32::MAX))]
     rank: u32,
     /// Print stderr instead of stdout
     #[arg(long)]
@@ -29,7 +30,7 @@ pub(super) struct Logs {
     #[arg(short, long)]
     follow: bool,
     /// Start with the last N lines
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole(0..=u64::MAX))]
     tail: Option<u64>,
 }
 

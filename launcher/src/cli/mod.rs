@@ -352,6 +352,21 @@ mod tests {
     }
 
     #[test]
+    fn wrong_options_are_refused_with_what_is_expected() {
+        for (line, expected) in [
+            ("submit --cpus 1.5 a.py", "expected a whole number from 1 to 4294967295"),
+            ("jobs --limit 0", "expected a whole number from 1 to 4294967295"),
+            ("drain --undo --reason fan", "'--undo' cannot be used with '--reason <TEXT>'"),
+        ] {
+            let line: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            let error = parse_subcommand(&line).unwrap_err().to_string();
+            assert!(error.contains(expected), "{line:?}: {error}");
+        }
+        let undo = ["drain", "--undo"].map(OsString::from);
+        parse_subcommand(&undo).unwrap();
+    }
+
+    #[test]
     fn first_argument_distinguishes_subcommands_from_launches() {
         Cli::command().debug_assert();
         let fits = |about: &str| about.chars().count() <= 62;

@@ -8,6 +8,7 @@ use xlaunch_proto::v1::{self, Dependency, DependencyCondition, SubmitRequest, Wa
 use xlaunch_spec::command::Signal;
 use xlaunch_spec::quantities::{parse_bytes, parse_range, parse_time};
 
+use super::choice::whole;
 use super::job_list::MAX_RANGE;
 
 /// Default number of seconds before the time limit at which the signal is sent.
@@ -28,7 +29,7 @@ pub(super) struct Scheduling {
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     mem: Option<u64>,
     /// Cores to reserve [default: a GPU job's share of the node, one per worker for a CPU job]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = whole(1..=u32::MAX))]
     cpus: Option<u32>,
     /// Start after these jobs or ranges (12-21) have ended: ok (done; the default), any, or fail; may be repeated
     #[arg(long, value_name = "JOB[:ok|any|fail],...", value_delimiter = ',', value_parser = parse_dependencies)]

@@ -6,6 +6,7 @@ use xlaunch_agent::stacks;
 use xlaunch_proto::v1::StacksRequest;
 use xlaunch_spec::exit::ExitCode;
 
+use super::choice::whole;
 use super::output::{QueryError, print};
 use super::target::{Server, Target};
 use crate::client::launches;
@@ -17,7 +18,7 @@ pub(super) struct Stacks {
     #[command(flatten)]
     target: Target,
     /// Rank whose processes to show [default: all ranks]
-    #[arg(long, value_name = "R")]
+    #[arg(long, value_name = "R", value_parser = whole(0..=u32::MAX))]
     rank: Option<u32>,
     /// Print JSON
     #[arg(long)]

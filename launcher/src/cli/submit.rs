@@ -18,6 +18,7 @@ use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{Job, NodeJobState, SubmitRequest};
 use xlaunch_spec::exit::ExitCode;
 
+use super::choice::whole;
 use super::launch;
 use super::output::{QueryError, print, print_note};
 use super::piped_script;
@@ -75,7 +76,7 @@ pub(super) struct Submit {
     #[arg(long, value_name = "P", default_value_t = 0, allow_negative_numbers = true)]
     priority: i32,
     /// GPUs to allocate, 0 for a CPU job [default: one per worker if the node has GPUs]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole(0..=u32::MAX))]
     gpus: Option<u32>,
     #[command(flatten)]
     scheduling: Scheduling,

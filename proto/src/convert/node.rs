@@ -225,6 +225,8 @@ fn check_text(field: &'static str, value: &str, limit: usize) -> Result<(), Wire
 fn range(field: &'static str, got: Option<u64>, least: u64, most: u64) -> Result<(), WireError> {
     let Some(got) = got.filter(|got| !(least..=most).contains(got)) else { return Ok(()) };
     let expected = if least == 0 { format!("at most {most}") } else { format!("{least} to {most}") };
+    let unit = [("seconds", " s"), ("bytes", " bytes")].iter().find(|(name, _)| field.contains(name));
+    let expected = expected + unit.map_or("", |(_, unit)| unit);
     Err(WireError::Range { field, got, expected })
 }
 
@@ -327,6 +329,8 @@ mod tests {
         };
         starts(check(&|wire| wire.time_limit_seconds = Some(0)), "time_limit_seconds");
         starts(check(&|wire| wire.time_limit_seconds = Some(u64::MAX)), "time_limit_seconds");
+        let time = check(&|wire| wire.time_limit_seconds = Some(0));
+        assert!(time.ends_with(&format!("expected 1 to {MAX_TIME_SECONDS} s")), "{time}");
         starts(check(&|wire| wire.memory_bytes = Some(0)), "memory_bytes");
         starts(check(&|wire| wire.cpus = Some(0)), "cpus");
         for signal in [0, -1, 32, SIGKILL, SIGSTOP] {

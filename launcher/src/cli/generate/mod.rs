@@ -21,7 +21,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
 use xlaunch_spec::refusal::Refusal;
 
-use super::choice::choice;
+use super::choice::{choice, whole};
 use super::output::{QueryError, print_note};
 use output::{Form, Output};
 use prompts::Prompt;
@@ -69,6 +69,7 @@ pub(super) struct Generate {
     top_p: Option<f64>,
     /// Random seed
     #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(value_parser = whole(0..=u64::MAX))]
     seed: u64,
     /// End a text before this string; may be repeated
     #[arg(long, value_name = "TEXT")]
@@ -309,7 +310,7 @@ mod tests {
             ("--top-k", "expected a whole number of at least 1"),
             ("--samples", "expected a whole number of at least 1"),
             ("--max-tokens", "expected a whole number of at least 1"),
-            ("--seed", "invalid value '-1'"),
+            ("--seed", "expected a whole number from 0 to 18446744073709551615"),
         ] {
             let error = parse(&["--prompt", "a", option, "-1"]).unwrap_err().to_string();
             assert!(error.contains(expected), "{option}: {error}");
