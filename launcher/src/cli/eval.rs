@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use xlaunch_spec::exit::ExitCode;
 
 use super::choice::whole;
-use super::generate::{AdapterOption, DeviceOptions, until_interrupted};
+use super::generate::{AdapterOption, DeviceOptions, only, until_interrupted};
 use super::output::{QueryError, print, print_note};
 use xlaunch_worker::evaluate::{self, Command, Results};
 
@@ -25,7 +25,7 @@ pub(super) struct Eval {
     /// Directory of prepared data (uses its validation split), or a glob of files: text for a byte-level model,
     /// otherwise token files
     #[arg(long, value_name = "DIR|GLOB", group = "task")]
-    data: Option<String>,
+    data: Vec<String>,
     /// Evaluate only the first N tokens of the data, rounded up to whole windows
     #[arg(long, value_name = "N", requires = "data", value_parser = whole(1..=u64::MAX))]
     tokens: Option<u64>,
@@ -34,7 +34,7 @@ pub(super) struct Eval {
     seq: Option<u32>,
     /// File with HellaSwag questions in llm.c's format
     #[arg(long, value_name = "FILE", group = "task")]
-    hellaswag: Option<PathBuf>,
+    hellaswag: Vec<PathBuf>,
     #[command(flatten)]
     device: DeviceOptions,
     /// Print JSON
@@ -46,10 +46,10 @@ pub(super) async fn run(options: Eval) -> Result<ExitCode, QueryError> {
     let command = Command {
         model: options.model,
         adapter: options.adapter.path()?,
-        data: options.data,
+        data: only("--data", options.data)?,
         tokens: options.tokens,
         seq: options.seq.map(|seq| seq as usize),
-        hellaswag: options.hellaswag,
+        hellaswag: only("--hellaswag", options.hellaswag)?,
         device: options.device.device,
         precision: options.device.precision,
     };

@@ -231,6 +231,7 @@ fn eval_gives_the_validation_loss_of_training() {
     let [shorter, whole] = [&shorter, &found].map(|json| json["data"]["loss"].as_f64().unwrap());
     assert!(shorter > whole, "with less to go by, the loss is {shorter} instead of {whole}");
     assert_eq!(eval(&["--data", "text/*.txt", "--seq", "100000"]).code, 2);
+    assert_eq!(eval(&["--data", "text/*.txt", "--data", "text/*.txt"]).code, 2);
     assert_eq!(eval(&[]).code, 2);
     assert_eq!(eval(&["--data", "nothing/*.txt"]).code, 65);
     assert_eq!(eval(&["--hellaswag", "text/a.txt"]).code, 65);

@@ -47,7 +47,7 @@ pub(super) struct Generate {
     prompt: Vec<String>,
     /// File with one JSON object per line: `prompt`, or `messages` with `--chat`, and optionally `id`; `-` is stdin
     #[arg(long, value_name = "FILE.jsonl", group = "input")]
-    prompts: Option<PathBuf>,
+    prompts: Vec<PathBuf>,
     /// Treat prompts as messages of a user, and apply the model's chat template
     #[arg(long, conflicts_with = "raw")]
     chat: bool,
@@ -101,16 +101,29 @@ impl AdapterOption {
     /// # Errors
     /// If there are several: it would not be clear whether the last one is used, or all of them.
     pub(super) fn path(self) -> Result<Option<PathBuf>, Refusal> {
-        match <[PathBuf; 1]>::try_from(self.adapter) {
-            Ok([path]) => Ok(Some(path)),
-            Err(none) if none.is_empty() => Ok(None),
-            Err(_) => {
-                let message = "--adapter was given several times: only one adapter can be used at a time\nhelp: merge \
-                               the others into the model first, with PEFT's `merge_and_unload` or `xlaunch export \
-                               --merge`";
-                Err(Refusal::new(ExitCode::Usage, message))
-            }
-        }
+        only("--adapter", self.adapter).map_err(|refusal| Refusal {
+            message: format!(
+                "{}\nhelp: merge the others into the model first, with PEFT's `merge_and_unload` or `xlaunch export \
+                 --merge`",
+                refusal.message
+            ),
+            ..refusal
+        })
+    }
+}
+
+/// Returns the value of an option that can be given once.
+///
+/// # Errors
+/// If there are several: it would not be clear whether the last one is used, or all of them.
+pub(super) fn only<T>(option: &str, values: Vec<T>) -> Result<Option<T>, Refusal> {
+    match <[T; 1]>::try_from(values) {
+        Ok([value]) => Ok(Some(value)),
+        Err(none) if none.is_empty() => Ok(None),
+        Err(_) => Err(Refusal::new(
+            ExitCode::Usage,
+            format!("{option} was given several times: only one can be used"),
+        )),
     }
 }
 
@@ -214,11 +227,11 @@ fn input(prompt: &Prompt, chat: bool) -> generate::Prompt {
 }
 
 fn read_prompts(options: &Generate) -> Result<Vec<Prompt>, Refusal> {
-    let Some(path) = &options.prompts else {
+    let Some(path) = only("--prompts", options.prompts.iter().collect())? else {
         let prompts = options.prompt.iter().cloned();
         return Ok(prompts.map(|prompt| Prompt { prompt, messages: None, id: None }).collect());
     };
-    let (name, text) = if path == Path::new("-") {
+    let (name, text) = if path.as_path() == Path::new("-") {
         ("stdin".into(), read_capped(std::io::stdin().lock()))
     } else {
         let text = File::open(path).and_then(read_capped);
@@ -291,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn several_adapters_are_refused() {
+    fn several_adapters_or_files_of_prompts_are_refused() {
         let path = |options: &[&str]| {
             let options = [&["--prompt", "a"], options].concat();
             parse(&options).unwrap().adapter.path().map_err(|refusal| refusal.message)
@@ -299,7 +312,9 @@ mod tests {
         assert_eq!(path(&[]), Ok(None));
         assert_eq!(path(&["--adapter", "a"]), Ok(Some("a".into())));
         let error = path(&["--adapter", "a", "--adapter", "b"]).unwrap_err();
-        assert!(error.contains("only one adapter can be used at a time"), "{error}");
+        assert!(error.contains("--adapter was given several times"), "{error}");
+        let refusal = read_prompts(&parse(&["--prompts", "a", "--prompts", "b"]).unwrap()).unwrap_err();
+        assert_eq!(refusal.message, "--prompts was given several times: only one can be used");
     }
 
     #[test]
