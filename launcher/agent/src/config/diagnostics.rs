@@ -118,6 +118,10 @@ fn describe(message: &str) -> (String, String) {
     if message == "wanted string or table" {
         return ("invalid type".into(), "expected a string".into());
     }
+    // serde's name for an integer beyond those of TOML, and the parser's message about one beyond those that are read.
+    if message == "u64 value was too large" || message.ends_with("as i128, expected any valid TOML value") {
+        return ("the number is out of range".into(), format!("expected a whole number up to {}", i64::MAX));
+    }
     let of_serde = ["invalid type: ", "invalid value: ", "unknown variant "];
     let split = message.rsplit_once(", expected ");
     let Some((problem, expected)) = split.filter(|_| of_serde.iter().any(|it| message.starts_with(it)))

@@ -276,6 +276,8 @@ mod tests {
             "[train]\nsteps = 5e2\n",
             "[train]\nsteps = -1\n",
             "[launch]\nnproc = 5000000000\n",
+            "[train]\nsteps = 9223372036854775808\n",
+            "[train]\nsteps = 99999999999999999999\n",
             "[train]\nlr = [1]\n",
             "[comm]\noverlap = 1\n",
             "[job]\nname = 1\n",
