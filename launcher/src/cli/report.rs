@@ -17,7 +17,7 @@ pub(super) struct Report {
     /// Directories of runs or of jobs (their newest run), or files such as `metrics.jsonl`; at most 8
     #[arg(value_name = "RUN", required = true)]
     runs: Vec<PathBuf>,
-    /// File to write the page to; replaces an older report, but no other file
+    /// File to write the page to; replaces an older report, but no other file; `-` is stdout
     #[arg(long, short, value_name = "FILE", default_value = "report.html")]
     output: PathBuf,
     /// Print the figures as JSON instead of writing a page
@@ -30,7 +30,8 @@ pub(super) fn run(options: &Report) -> Result<ExitCode, QueryError> {
         let message = format!("{} runs: a report shows at most {}", options.runs.len(), report::MAX_RUNS);
         return Err(Refusal::new(ExitCode::Usage, message).into());
     }
-    if !options.json {
+    let to_stdout = options.output == Path::new("-");
+    if !options.json && !to_stdout {
         check_output(&options.output)?;
     }
     let runs = report::read(&options.runs)?;
@@ -38,8 +39,13 @@ pub(super) fn run(options: &Report) -> Result<ExitCode, QueryError> {
         print(text::json(&report::json(&runs)).as_bytes())?;
         return Ok(ExitCode::Done);
     }
-    write(&options.output, &report::html(&runs)).map_err(|error| write_error(&options.output, &error))?;
     report::notes(&runs).iter().for_each(|note| print_note(&format!("note: {note}")));
+    let page = report::html(&runs);
+    if to_stdout {
+        print(page.as_bytes())?;
+        return Ok(ExitCode::Done);
+    }
+    write(&options.output, &page).map_err(|error| write_error(&options.output, &error))?;
     print(format!("{}\n", options.output.display()).as_bytes())?;
     Ok(ExitCode::Done)
 }

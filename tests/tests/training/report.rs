@@ -172,6 +172,8 @@ fn report_replaces_reports_only() {
     job.run_ok(&["--set", "train.steps=2"]);
     assert_eq!(report(&job, &["runs/train"]).code, 0);
     assert_eq!(report(&job, &["runs/train"]).code, 0, "it replaces a report");
+    let shown = report(&job, &["runs/train", "--output", "-"]);
+    assert_eq!((shown.code, shown.stdout), (0, job.read("report.html")), "{}", shown.stderr);
     let before = std::fs::read(job.path().join("train.toml")).unwrap();
     let refused = report(&job, &["runs/train", "--output", "train.toml"]);
     assert!(refused.code == 2 && refused.stderr.contains("is not a report"), "{}", refused.stderr);
