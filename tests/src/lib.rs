@@ -37,7 +37,7 @@ pub use node::{NOBODY, Node, build_nvml, spawn_daemon};
 pub use peer::{peer, run_ok, transformers_peer};
 pub use process::{
     BINARY_VARIABLE, Output, Process, children, forget_package, has_program, in_shell, is_alive,
-    process_name, send_signal, suspend, xlaunch_path, xlaunch_with_fail_points,
+    process_name, reaper, send_signal, suspend, xlaunch_path, xlaunch_with_fail_points,
 };
 pub use slurm::Slurm;
 

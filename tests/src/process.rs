@@ -351,11 +351,18 @@ pub fn is_alive(pid: u32) -> bool {
 
 /// Returns the children of a launcher that are its workers, without its guard process.
 pub fn children(pid: u32) -> Vec<u32> {
-    let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
-    let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let children =
-        pids.filter(|child| state_and_parent(&stat(*child)).is_some_and(|(_, parent)| parent == pid));
-    children.filter(|child| !is_reaper(*child)).collect()
+    all_children(pid).filter(|child| !is_reaper(*child)).collect()
+}
+
+/// Returns the guard process of a launcher, if it is alive.
+pub fn reaper(pid: u32) -> Option<u32> {
+    all_children(pid).find(|child| is_reaper(*child) && is_alive(*child))
+}
+
+fn all_children(pid: u32) -> impl Iterator<Item = u32> {
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter(move |child| state_and_parent(&stat(*child)).is_some_and(|(_, parent)| parent == pid))
 }
 
 /// Returns whether a process is a guard. It names itself a while after its start, and has no arguments after its end.

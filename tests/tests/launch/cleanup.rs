@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use xlaunch_tests::{
-    Launch, children, is_alive, process_name, requirements, sorted_lines, wait_for, xlaunch_path,
+    Launch, children, is_alive, process_name, reaper, requirements, send_signal, sorted_lines, wait_for,
+    xlaunch_path,
 };
 
 xlaunch_harness::tests! {
@@ -78,6 +79,12 @@ fn killed_launcher_leaves_no_process_file_or_cgroup() {
         let workers = children(run.pid()).into_iter().filter(|pid| process_name(*pid) == "sleep");
         Some(workers.collect::<Vec<u32>>()).filter(|workers| workers.len() == 2)
     });
+    // A guard process that is killed is replaced.
+    let guard = wait_for("the guard process", || reaper(run.pid()));
+    send_signal(guard, Signal::KILL);
+    wait_for("another guard process", || reaper(run.pid()).filter(|other| *other != guard));
+    // The launcher has written to the new one by the time of its answer.
+    assert_eq!(launch.run(&["status"]).code, 0);
     run.signal(Signal::KILL);
     wait_for("all processes to be killed", || {
         (!pids.iter().chain(&workers).any(|pid| is_alive(*pid))).then_some(())

@@ -102,14 +102,14 @@ pub async fn run_command(
 
 async fn with_reaper<T>(
     run: RunDir,
-    job: impl AsyncFnOnce(&RunDir, &Reaper) -> io::Result<T>,
+    job: impl AsyncFnOnce(&RunDir, &mut Reaper) -> io::Result<T>,
 ) -> io::Result<T> {
     check_system_calls()?;
     raise_open_file_limit();
     adopt_orphans()?;
     let private: Vec<_> = run.private().map(Path::to_path_buf).into_iter().collect();
-    let reaper = Reaper::start(&run.id, &private)?;
-    let result = job(&run, &reaper).await;
+    let mut reaper = Reaper::start(&run.id, &private)?;
+    let result = job(&run, &mut reaper).await;
     // The order matters: the reaper removes the private directory if this process dies before doing so.
     drop(run);
     drop(reaper);
@@ -119,7 +119,7 @@ async fn with_reaper<T>(
 async fn drive(
     workload: &mut dyn Workload,
     run: &RunDir,
-    reaper: &Reaper,
+    reaper: &mut Reaper,
     mut group: Group,
     mut signals: Signals,
 ) -> io::Result<Ending> {
@@ -166,6 +166,7 @@ async fn drive(
             Some(examined) = hangs.recv() => Vec::from_iter(driver.hang_examined(examined)),
             _ = children.recv() => {
                 reap_orphans();
+                driver.restore_reaper();
                 driver.answer_terminal_users().await;
                 Vec::new()
             }
@@ -190,7 +191,7 @@ async fn drive(
 struct Driver<'a> {
     workload: &'a mut dyn Workload,
     run: &'a RunDir,
-    reaper: &'a Reaper,
+    reaper: &'a mut Reaper,
     job: Job,
     /// Number of workers on this node.
     workers: u32,
@@ -210,6 +211,8 @@ struct Driver<'a> {
     kept_evidence: Vec<Evidence>,
     /// The run's private directory was deleted and could not be created again, which was reported.
     private_is_lost: bool,
+    /// The reaper has died and another one could not be started, which was reported.
+    reaper_is_lost: bool,
     exits: mpsc::UnboundedSender<WorkerExit>,
     examined: mpsc::UnboundedSender<Examined>,
 }
@@ -226,7 +229,7 @@ impl<'a> Driver<'a> {
     fn new(
         workload: &'a mut dyn Workload,
         run: &'a RunDir,
-        reaper: &'a Reaper,
+        reaper: &'a mut Reaper,
         group: &Group,
         peers: Option<Peers>,
         board: watch::Sender<Board>,
@@ -250,6 +253,7 @@ impl<'a> Driver<'a> {
             board,
             kept_evidence: Vec::new(),
             private_is_lost: false,
+            reaper_is_lost: false,
             exits,
             examined,
         })
@@ -269,6 +273,7 @@ impl Driver<'_> {
     /// Checks for progress and for hanging ranks. Called every second.
     fn poll(&mut self, now: Instant) -> Option<Event> {
         self.restore_private();
+        self.restore_reaper();
         self.report_survivors(now);
         let progress = match self.job.state() {
             JobState::Running => self.workload.read_heartbeats(&self.board, now),
@@ -293,6 +298,18 @@ impl Driver<'_> {
                      does not find this launch"
                 ));
             }
+            Err(_) => {}
+        }
+    }
+
+    /// Starts another reaper if it has died, and reports once if that fails.
+    fn restore_reaper(&mut self) {
+        match self.reaper.restore() {
+            Ok(()) => self.reaper_is_lost = false,
+            Err(error) if !std::mem::replace(&mut self.reaper_is_lost, true) => self.notify(&format!(
+                "the process launch-reaper was killed, and another one cannot be started: {error}; until it can, \
+                 workers keep running if xlaunch is killed by SIGKILL"
+            )),
             Err(_) => {}
         }
     }

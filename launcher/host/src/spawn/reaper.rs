@@ -3,7 +3,8 @@
 //!
 //! The reaper is the same program under another name, in a session of its own, so that neither the terminal nor `pkill
 //! xlaunch` reaches it. Its only connection to xlaunch is a pipe, which carries the cleanup plan as records; end of
-//! file means that xlaunch is gone. A reaper that is no longer needed is killed.
+//! file means that xlaunch is gone. A reaper that is no longer needed is killed; one that dies earlier, as by the OOM
+//! killer, is replaced by another with the same plan.
 //!
 //! A record is a letter, a value and a zero byte:
 //!
@@ -36,12 +37,19 @@ pub const NAME: &str = "launch-reaper";
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(60);
 /// Upper bound of the interval between cleanup polls; it starts at 1 ms and doubles.
 const MAX_CLEANUP_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Minimum time between starts of reapers, in case each dies at once.
+const MIN_START_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A running reaper. Dropping this kills it without any cleanup, which xlaunch has done by then.
 #[derive(Debug)]
 pub struct Reaper {
-    child: Child,
-    pipe: ChildStdin,
+    command: Command,
+    /// Records about the launch, and those about its workers from the last [`Self::watch`].
+    launch: Vec<u8>,
+    workers: Vec<u8>,
+    /// The process and its input; `None` if it has died and was not replaced yet.
+    running: Option<(Child, ChildStdin)>,
+    started: Instant,
 }
 
 impl Reaper {
@@ -66,46 +74,73 @@ impl Reaper {
         command.env_clear().current_dir("/");
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         sys::detach(&mut command);
-        let mut child = children::spawn(&mut command)?;
-        let pipe = child.stdin.take().ok_or_else(|| std::io::Error::other("no pipe"))?;
-        let mut records = Vec::new();
-        record(&mut records, b'm', membership::mark(run_id).as_bytes());
-        record(&mut records, b's', session().to_string().as_bytes());
-        record(&mut records, b't', membership::clock_ticks().to_string().as_bytes());
+        let mut launch = Vec::new();
+        record(&mut launch, b'm', membership::mark(run_id).as_bytes());
+        record(&mut launch, b's', session().to_string().as_bytes());
+        record(&mut launch, b't', membership::clock_ticks().to_string().as_bytes());
         if let Some(path) = cgroup::path_prefix(run_id) {
-            record(&mut records, b'c', path.as_os_str().as_bytes());
+            record(&mut launch, b'c', path.as_os_str().as_bytes());
         }
         for path in private {
-            record(&mut records, b'd', std::path::absolute(path)?.as_os_str().as_bytes());
+            record(&mut launch, b'd', std::path::absolute(path)?.as_os_str().as_bytes());
         }
-        let reaper = Self { child, pipe };
-        (&reaper.pipe).write_all(&records)?;
+        let (workers, started) = (Vec::new(), Instant::now());
+        let mut reaper = Self { command, launch, workers, running: None, started };
+        reaper.run()?;
         Ok(reaper)
     }
 
-    /// Replaces the workers in the cleanup plan with those of these trees. Must be called after each start.
-    pub fn watch<'a>(&self, trees: impl Iterator<Item = &'a ProcessTree>) {
-        let mut records = Vec::new();
-        record(&mut records, b'a', b"");
-        for (pid, started) in trees.flat_map(ProcessTree::leaders) {
-            record(&mut records, b'w', format!("{pid}:{started}").as_bytes());
+    fn run(&mut self) -> std::io::Result<()> {
+        self.started = Instant::now();
+        let mut child = children::spawn(&mut self.command)?;
+        let pipe = child.stdin.take().ok_or_else(|| std::io::Error::other("no pipe"))?;
+        let (_, pipe) = self.running.insert((child, pipe));
+        pipe.write_all(&self.launch)?;
+        pipe.write_all(&self.workers)
+    }
+
+    /// Starts another reaper if this one has died. Call it at SIGCHLD and every second, which repeats a failed start.
+    ///
+    /// # Errors
+    /// Fails if no reaper can be started.
+    pub fn restore(&mut self) -> std::io::Result<()> {
+        if let Some((child, _)) = &mut self.running {
+            if child.try_wait()?.is_none() {
+                return Ok(());
+            }
+            children::forget(child.id());
+            self.running = None;
         }
-        // If the reaper was killed, the launch continues without it.
-        let _ = (&self.pipe).write_all(&records);
+        if self.started.elapsed() < MIN_START_INTERVAL { Ok(()) } else { self.run() }
+    }
+
+    /// Replaces the workers in the cleanup plan with those of these trees. Must be called after each start.
+    pub fn watch<'a>(&mut self, trees: impl Iterator<Item = &'a ProcessTree>) {
+        self.workers.clear();
+        record(&mut self.workers, b'a', b"");
+        for (pid, started) in trees.flat_map(ProcessTree::leaders) {
+            record(&mut self.workers, b'w', format!("{pid}:{started}").as_bytes());
+        }
+        if let Some((_, pipe)) = &mut self.running {
+            // Fails if the reaper has died. The next one gets the records, too.
+            let _ = pipe.write_all(&self.workers);
+        }
     }
 
     #[cfg(test)]
     pub(super) fn pid(&self) -> u32 {
-        self.child.id()
+        self.running.as_ref().unwrap().0.id()
     }
 }
 
 impl Drop for Reaper {
     fn drop(&mut self) {
-        // It may have been killed already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        children::forget(self.child.id());
+        if let Some((child, _)) = &mut self.running {
+            // It may have been killed already.
+            let _ = child.kill();
+            let _ = child.wait();
+            children::forget(child.id());
+        }
     }
 }
 

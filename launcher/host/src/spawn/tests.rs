@@ -330,7 +330,7 @@ async fn guarded(cgroup: bool, dir: &Path, more: &str) {
     let private = dir.join("private");
     let mut program = Command::new("/proc/self/exe");
     part(&mut program, "plays_the_reaper");
-    let reaper = Reaper::start_as(program, "a/test", std::slice::from_ref(&private)).unwrap();
+    let mut reaper = Reaper::start_as(program, "a/test", std::slice::from_ref(&private)).unwrap();
     std::fs::create_dir(&private).unwrap();
     std::fs::write(private.join("socket"), "").unwrap();
     let mut stage = Stage::new(cgroup);
