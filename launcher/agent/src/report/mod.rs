@@ -21,6 +21,9 @@ use cause::{cause, cause_of_root};
 
 /// Maximum number of stderr lines in a report.
 const MAX_STDERR_LINES: usize = 20;
+/// Advice if rank 0 exited while other ranks needed it. torchrun hosts the store in the agent instead.
+const STORE_HELP: &str = "rank 0 hosts the store of torch.distributed, which the other ranks lose when it exits: \
+                          let it exit last, for example by torch.distributed.barrier() at the end of the script";
 
 /// Returns all lines for stderr at the end: lost output, and the failure report.
 pub fn at_end(ending: &Ending) -> String {
@@ -56,7 +59,7 @@ pub fn text(ending: &Ending) -> Option<String> {
         evidence.map(at).unwrap_or_default()
     );
     if let Some(evidence) = evidence {
-        explain(&mut out, root, evidence);
+        explain(&mut out, root, first_rank, evidence);
     }
     if !ending.others.is_empty() {
         out.push_str("  then:\n");
@@ -94,7 +97,7 @@ pub fn headline(ending: &Ending) -> Option<String> {
 }
 
 /// Writes the cause of the root failure, advice, and the last lines of its rank.
-fn explain(out: &mut String, root: &Failure, evidence: &Evidence) {
+fn explain(out: &mut String, root: &Failure, first_rank: u32, evidence: &Evidence) {
     if let Some(file) = evidence.hang_file.as_ref().filter(|_| root.hung) {
         let _ = writeln!(out, "  evidence: {}", escaped(&file.to_string_lossy()));
     }
@@ -108,6 +111,8 @@ fn explain(out: &mut String, root: &Failure, evidence: &Evidence) {
         if let Some(help) = cause.help {
             let _ = writeln!(out, "  help: {}", escaped(&help));
         }
+    } else if evidence.exit == Some(Exit::Code(0)) && root.rank.is_some_and(|rank| first_rank + rank == 0) {
+        let _ = writeln!(out, "  help: {STORE_HELP}");
     }
     let last = &evidence.stderr[evidence.stderr.len().saturating_sub(MAX_STDERR_LINES)..];
     if !last.is_empty() {

@@ -137,6 +137,22 @@ fn trainer_exit_codes_are_explained_and_a_long_tail_is_cut() {
 }
 
 #[test]
+fn report_of_an_early_exit_of_rank_0_mentions_the_store() {
+    let (mut job, now) = (job(Kind::Command, 2), Instant::now());
+    let lost = Event::Symptom { rank: 1, error: "Broken pipe".into(), lost_peer: true, at: now };
+    let exited = |rank, code| Event::Exited { rank, exit: Exit::Code(code) };
+    let events = [Event::AllJoined, exited(0, 0), lost, exited(1, 1)];
+    let actions = events.into_iter().flat_map(|event| job.handle(event, now)).collect::<Vec<_>>();
+    let ending = end_after(&mut job, &actions);
+    let report = |first_rank| {
+        let evidence = vec![of(7, Exit::Code(0), 0, &[]), of(8, Exit::Code(1), 0, &[])];
+        text(&Ending { evidence, first_rank, ..ending.clone() }).unwrap()
+    };
+    assert!(report(0).contains("\n  help: rank 0 hosts the store"), "{}", report(0));
+    assert!(!report(4).contains("help: "), "{}", report(4));
+}
+
+#[test]
 fn successful_job_has_no_report() {
     assert_eq!(text(&ending(1, &[(0, Exit::Code(0))])), None);
 }
