@@ -196,7 +196,7 @@ fn launch(name: Name, arguments: &[OsString]) -> ExitCode {
     let environment = |variable: &str| std::env::var_os(variable);
     let request = torchrun::parse(name, arguments, &environment, scope);
     if let Ok(Request::Trainer(_, None) | Request::Command(_, None)) = &request {
-        torchrun::print_unused_flags(name, arguments);
+        torchrun::print_unused_flags(name, arguments, &environment);
     }
     if let Ok(Request::Command(..)) = &request {
         torchrun::print_unsupported_variables(&environment);

@@ -340,13 +340,15 @@ fn status_and_stop_work_for_commands() {
 
 fn flags_that_only_several_nodes_use_are_named_on_one_node() {
     let launch = Launch::new();
-    let run = launch.run(&["--token-file", "/nosuch", "--interface", "nosuch0", "--", "true"]);
+    let mut command = launch.command(&["--token-file", "/nosuch", "--interface", "nosuch0", "--", "true"]);
+    let run = Process::spawn(command.env("PET_NODE_RANK", "3")).wait();
     assert_eq!(run.code, 0, "{}", run.stderr);
-    for flag in ["--token-file", "--interface"] {
-        let warning = format!("warning: {flag} has no effect: the job has one node\n");
+    for given in ["--token-file /nosuch", "--interface nosuch0", "PET_NODE_RANK=3"] {
+        let warning =
+            format!("warning: {given} has no effect: the job has one node; --nnodes sets the number\n");
         assert_eq!(run.stderr.matches(&warning).count(), 1, "{}", run.stderr);
     }
-    assert_eq!(launch.run(&["--", "true"]).stderr, "");
+    assert_eq!(launch.run(&["--node-rank", "0", "--", "true"]).stderr, "");
 }
 
 fn unsupported_variables_of_torchrun_are_named() {

@@ -59,13 +59,10 @@ pub(super) fn resolve(
     let rank = reader.sourced("node-rank", values::whole)?;
     let backend = reader.sourced("rdzv-backend", values::backend)?;
     let several = nodes.as_ref().filter(|nodes| nodes.value.max > 1);
-    // As in torchrun, a dynamic group of one node ignores the rank. Otherwise --nnodes may have been forgotten.
-    let is_dynamic = backend.as_ref().is_some_and(|backend| backend.value == Backend::Dynamic);
-    let rank_of_one = rank.as_ref().filter(|_| !is_dynamic);
     let Scope::Nodes(detect) = scope else {
         return match several.map(|nodes| &nodes.source) {
             Some(source) => Err(refused_by_daemon(source)),
-            None => one_node(rank_of_one.filter(|_| nodes.is_none()), DEFAULT, settings),
+            None => Ok(one_node(DEFAULT, settings)),
         };
     };
     if reader.is_set("standalone")? {
@@ -73,11 +70,11 @@ pub(super) fn resolve(
             |nodes: &&Sourced<NodeCount>| nodes.value.min > 1 && reader.line.last("nnodes").is_some();
         return match several.filter(needs_others) {
             Some(nodes) => Err(format!("--standalone is for one node, but {} is given", nodes.source)),
-            None => one_node(None, "--standalone", settings),
+            None => Ok(one_node("--standalone", settings)),
         };
     }
     if let Some(one) = nodes.as_ref().filter(|nodes| nodes.value.max == 1) {
-        return one_node(None, &one.source, settings);
+        return Ok(one_node(&one.source, settings));
     }
     let detected = match name {
         Name::Torchrun => Ok(None),
@@ -99,7 +96,7 @@ pub(super) fn resolve(
         (Some(given), Some(known)) => agreed_nodes(given, known, backend.as_ref())?,
         (Some(given), None) => given.clone(),
         (None, Some(known)) => known.map(|&count| NodeCount { min: count, max: count }),
-        (None, None) => return one_node(rank_of_one, alone.as_deref().unwrap_or(DEFAULT), settings),
+        (None, None) => return Ok(one_node(alone.as_deref().unwrap_or(DEFAULT), settings)),
     };
     let backend = backend.unwrap_or_else(|| default(Backend::Static));
     if backend.value == Backend::Static && nodes.value.min < nodes.value.max {
@@ -117,19 +114,10 @@ fn refused_by_daemon(source: &str) -> String {
     )
 }
 
-fn one_node(
-    rank: Option<&Sourced<u32>>,
-    source: &str,
-    settings: &mut Settings,
-) -> Result<Option<Group>, String> {
+/// Records that the job has one node. As in torchrun, its node rank is then ignored.
+fn one_node(source: &str, settings: &mut Settings) -> Option<Group> {
     settings.push(("nodes", Sourced { value: "1".into(), source: source.to_owned() }));
-    match rank.filter(|rank| rank.value > 0) {
-        Some(rank) => Err(format!(
-            "{} is outside the range: the job has one node; --nnodes sets the number",
-            rank.source
-        )),
-        None => Ok(None),
-    }
+    None
 }
 
 fn has_endpoint(reader: &Reader<'_>) -> bool {

@@ -186,16 +186,20 @@ pub(super) fn print_deprecated_flags(name: Name, arguments: &[OsString]) {
 /// Flags that only connections between nodes use.
 const OF_SEVERAL_NODES: [&str; 3] = ["token-file", "interface", "node-rank"];
 
-/// Warns on stderr about flags that a launch on one node does not use.
-pub(super) fn print_unused_flags(name: Name, arguments: &[OsString]) {
+/// Warns on stderr about flags, and variables in their place, that a launch on one node does not use.
+pub(super) fn print_unused_flags(name: Name, arguments: &[OsString], environment: Environment<'_>) {
     let line = Line::read(name, arguments).unwrap_or_default();
+    let reader = Reader { line: &line, environment };
     for flag in OF_SEVERAL_NODES {
-        let value = line.last(flag).and_then(|given| given.value.as_deref());
+        // `parse` has reported errors.
+        let Ok(Some(given)) = reader.sourced(flag, |text| Ok(text.to_owned())) else { continue };
         // The only node has rank 0.
-        if value.is_none_or(|value| flag == "node-rank" && value == "0") {
-            continue;
+        if flag != "node-rank" || given.value != "0" {
+            let given = given.source;
+            print_note(&format!(
+                "warning: {given} has no effect: the job has one node; --nnodes sets the number"
+            ));
         }
-        print_note(&format!("warning: --{flag} has no effect: the job has one node"));
     }
 }
 

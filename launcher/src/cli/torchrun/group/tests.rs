@@ -140,9 +140,10 @@ fn one_node_needs_no_group_and_looks_for_no_engine() {
 
 #[test]
 fn rank_that_torchrun_ignores_may_be_outside_the_range() {
-    for flags in ["--nnodes 1 --node-rank 1", "--rdzv-backend c10d --node-rank 1"] {
+    for flags in ["--node-rank 3", "--nnodes 1 --node-rank 1", "--rdzv-backend c10d --node-rank 1"] {
         assert_eq!(group(flags, &[], None), Ok(None), "{flags}");
     }
+    assert_eq!(group("--node-rank 1", &[], Some(pod())), Ok(None));
     assert_eq!(group("--nnodes 1", &[("PET_NODE_RANK", "3")], None), Ok(None));
     let flags = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h0 --node-rank 2";
     let found = group(flags, &[], None).unwrap().unwrap();
@@ -215,8 +216,6 @@ fn contradictions_and_impossible_groups_are_refused_with_their_sources() {
             None,
             "--node-rank 2 is outside the range: --nnodes 2 means",
         ),
-        ("--node-rank 1", None, "--node-rank 1 is outside the range: the job has one node"),
-        ("--node-rank 1", Some(pod()), "is outside the range"),
         (
             "--nnodes 1:2 --master-addr h",
             None,
