@@ -82,8 +82,8 @@ fn program(reader: &Reader<'_>, target: &[OsString], is_program: bool) -> Result
     let (is_module, no_python) = (reader.is_set("module")?, reader.is_set("no-python")?);
     let first = target.first().cloned().unwrap_or_default();
     Ok(match (reader.is_set("run-path")?, is_module) {
-        (true, true) => return Err("--run-path and --module cannot be combined".into()),
-        (true, false) => Program::RunPath(first),
+        // As in torchrun, --run-path takes precedence.
+        (true, _) => Program::RunPath(first),
         (false, true) if no_python => return Err("--no-python and --module cannot be combined".into()),
         (false, true) => Program::Module(first),
         (false, false) if no_python || is_program => Program::Binary(first),

@@ -70,7 +70,7 @@ fn target_is_a_script_a_module_or_a_program() {
         ("a.py --nproc 2 -m", "a", vec!["py", "-u", "a.py", "--nproc", "2", "-m"]),
         ("-m pkg.a --d", "pkg.a", vec!["py", "-u", "-m", "pkg.a", "--d"]),
         ("-m -- pkg.a", "pkg.a", vec!["py", "-u", "-m", "pkg.a"]),
-        ("--run-path --no-python /x/a.py b", "a", vec!["py", "-u", "-c", run_path, "/x/a.py", "b"]),
+        ("--run-path --no-python -m /x/a.py b", "a", vec!["py", "-u", "-c", run_path, "/x/a.py", "b"]),
         ("--no-python ./a.sh -- b", "a", vec!["./a.sh", "b"]),
         ("-- ./a.out x", "a", vec!["./a.out", "x"]),
         ("-- cat train.toml", "cat", vec!["cat", "train.toml"]),
