@@ -110,16 +110,20 @@ fn stopped_process_is_named_and_ended() {
 }
 
 fn ranks_without_heartbeats_and_without_timeout_are_never_ended() {
-    let script = "[ $RANK = 0 ] || echo 1 > $XLAUNCH_HEARTBEAT; sleep 4";
-    for timeout in ["0", "1000"] {
-        let run = Launch::new().run_shell(&["--hang-timeout", timeout], 2, script);
-        assert_eq!((run.code, run.stderr.as_str()), (0, ""));
-    }
-    let run = Launch::new().run_shell(&["--hang-timeout", "1"], 2, "sleep 4");
-    assert_eq!((run.code, run.stderr.as_str()), (0, ""));
+    let silent = "[ $RANK = 0 ] || echo 1 > $XLAUNCH_HEARTBEAT; sleep 4";
+    // Removing the file turns detection off.
     let removed = "echo 1 > $XLAUNCH_HEARTBEAT; sleep 1.5; rm $XLAUNCH_HEARTBEAT; sleep 4";
-    let run = Launch::new().run_shell(&["--hang-timeout", "3"], 1, removed);
-    assert_eq!((run.code, run.stderr.as_str()), (0, ""), "removing the file turns detection off");
+    let launches = [("0", 2, silent), ("1000", 2, silent), ("1", 2, "sleep 4"), ("3", 1, removed)];
+    // They run at the same time, because they only wait.
+    let runs = launches.map(|(timeout, ranks, script)| {
+        let launch = Launch::new();
+        let run = launch.spawn_shell(&["--hang-timeout", timeout], ranks, script);
+        (launch, timeout, run)
+    });
+    for (_launch, timeout, run) in runs {
+        let run = run.wait();
+        assert_eq!((run.code, run.stderr.as_str()), (0, ""), "--hang-timeout {timeout}");
+    }
 }
 
 fn suspended_launch_does_not_hang() {
