@@ -43,8 +43,8 @@ impl Model {
         Ok(y)
     }
 
-    /// Computes the gradients of a layer's input, in `dx`, and then of its weights, unless they are frozen. Calls `then`
-    /// between the two.
+    /// Computes the gradients of a layer's input, in `dx`, and then of its weights, unless they are frozen. Calls
+    /// `then` between the two.
     pub(super) fn expert_layer_backward<E: From<EngineError>>(
         &self,
         pass: Pass<'_>,

@@ -199,8 +199,8 @@ impl Model {
         Ok(Experts { choices, rows, h, a, y })
     }
 
-    /// Returns the weighted sums of the outputs, with the output of `shared` experts, if there are any, added. Those of a
-    /// group's ranks compute theirs while the sums are exchanged.
+    /// Returns the weighted sums of the outputs, with the output of `shared` experts, if there are any, added. Within a
+    /// group, that output is computed while the sums are exchanged.
     pub(super) fn combined<E: From<EngineError>>(
         &self,
         experts: &Experts,
