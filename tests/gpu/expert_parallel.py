@@ -5,7 +5,8 @@
 Every run has the same tokens and initial weights. In strict fp32, with small batches, losses of step 8 must agree
 within 1e-4; later ones differ, because rounding changes which experts are chosen. Runs in bf16 and FP8 show speed and
 memory. A deterministic run of a captured step must end with the same loss, bit for bit, as one that runs operation by
-operation. Used memory is the first GPU's, by NVML, minus the amount in use before the run. Exit code 1 if losses differ.
+operation. Used memory is the first GPU's, by NVML, minus the amount in use before the run. The exit code is 1 if losses
+differ.
 """
 
 import argparse
