@@ -17,6 +17,7 @@ mod runtime;
 mod serve;
 mod ssh;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use xlaunch_agent::worker_environment;
@@ -40,5 +41,8 @@ fn run() -> ExitCode {
             std::env::args_os().nth(2).is_some_and(|it| it == worker_environment::RANK_THREADS);
         return xlaunch_worker::main(rank_threads).into();
     }
-    cli::main().into()
+    let exit = cli::main();
+    // If the stream is closed, the exit code still reports the result.
+    let _ = std::io::stdout().flush();
+    spawn::sys::exit_at_once(exit.code())
 }

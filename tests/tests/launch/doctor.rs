@@ -61,7 +61,12 @@ fn gpu_with_memory_errors_fails_and_is_named() {
 
 fn hanging_driver_stops_nothing() {
     let launch = Launch::new();
-    let source = launch.write("hang.c", "#include <unistd.h>\nint nvmlInit_v2(void) { for (;;) pause(); }\n");
+    // Like the real library, this one must not be unloaded during a call.
+    let source = launch.write(
+        "hang.c",
+        "#include <stdlib.h>\n#include <unistd.h>\nint nvmlInit_v2(void) { for (;;) pause(); }\n\
+         __attribute__((destructor)) static void unload(void) { abort(); }\n",
+    );
     build(&launch, source.to_str().unwrap());
     let run = doctor(&launch, &["--quick"]);
     assert_eq!(run.code, 0, "{}", run.stderr);
