@@ -145,7 +145,9 @@ impl Backend {
     /// Starts to capture: work enqueued to the compute stream, and to streams that are ordered after it by events, is
     /// recorded instead of run. On other devices than a GPU, returns false and does nothing.
     pub fn begin_capture(&self) -> Result<bool> {
-        self.gpu().map_or(Ok(false), |gpu| graph::begin(&gpu.device).map(|()| true))
+        let Some(gpu) = self.gpu() else { return Ok(false) };
+        gpu.gemm.wait_for_warm_up();
+        graph::begin(&gpu.device).map(|()| true)
     }
 
     /// Ends the capture. Call it even after a failure: the stream would otherwise keep recording.

@@ -166,14 +166,13 @@ pub(crate) struct Gemm {
     workspace: PoolBuf<u8>,
     plans: RefCell<HashMap<Site, Plan>>,
     batches: RefCell<HashMap<(Site, Batch), Plan>>,
-    warm_up: Option<JoinHandle<()>>,
+    warm_up: RefCell<Option<JoinHandle<()>>>,
 }
 
 impl Drop for Gemm {
     /// The process must not exit while a thread is inside the library.
     fn drop(&mut self) {
-        // If the thread panicked, the panic was printed already.
-        let _ = self.warm_up.take().map(JoinHandle::join);
+        self.wait_for_warm_up();
     }
 }
 
@@ -208,8 +207,14 @@ impl Gemm {
             workspace,
             plans: RefCell::default(),
             batches: RefCell::default(),
-            warm_up,
+            warm_up: RefCell::new(warm_up),
         })
+    }
+
+    /// Waits until the library has loaded its tables. What it calls meanwhile may invalidate a capture.
+    pub(crate) fn wait_for_warm_up(&self) {
+        // If the thread panicked, the panic was printed already.
+        let _ = self.warm_up.take().map(JoinHandle::join);
     }
 
     /// Returns the library's scratch memory, which other work of the same stream may use.
