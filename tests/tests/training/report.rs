@@ -173,7 +173,8 @@ fn report_replaces_reports_only() {
     assert_eq!(report(&job, &["runs/train"]).code, 0);
     assert_eq!(report(&job, &["runs/train"]).code, 0, "it replaces a report");
     let shown = report(&job, &["runs/train", "--output", "-"]);
-    assert_eq!((shown.code, shown.stdout), (0, job.read("report.html")), "{}", shown.stderr);
+    let page = std::fs::read_to_string(job.path().join("report.html")).unwrap();
+    assert_eq!((shown.code, shown.stdout), (0, page), "{}", shown.stderr);
     let before = std::fs::read(job.path().join("train.toml")).unwrap();
     let refused = report(&job, &["runs/train", "--output", "train.toml"]);
     assert!(refused.code == 2 && refused.stderr.contains("is not a report"), "{}", refused.stderr);
