@@ -38,7 +38,8 @@ def lines(run, follow):
             line = json.loads(text)
             step, seconds = line.pop("_step"), line.pop("_timestamp")
             # Losses and validation losses of a step are lines of their own. What is not finite is null.
-            new = {key: value for key, value in line.items() if value is not None and step > sent.get(key, 0)}
+            new = {key: value for key, value in line.items()
+                   if isinstance(value, (int, float)) and step > sent.get(key, 0)}
             sent.update(dict.fromkeys(new, step))
             if new:
                 yield step, seconds, new

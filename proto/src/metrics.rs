@@ -142,6 +142,10 @@ pub static METRICS: [Metric; 18] =
         step("pool/driver_allocations", |step| Some(Number::Whole(step.pool_driver_allocations))),
     ];
 
+/// The key of an [`ExpertReport`](crate::v1::ExpertReport) in `metrics.jsonl`, and its tag in TensorBoard, before the
+/// block.
+pub const EXPERT_LOADS: &str = "experts/load";
+
 const fn step(key: &'static str, get: fn(&StepReport) -> Option<Number>) -> Metric {
     Metric::new(key, Get::Step(get))
 }
@@ -177,7 +181,7 @@ impl Metric {
     }
 }
 
-/// The values of a step or an evaluation.
+/// The values of a step or an evaluation. There are none for the loads of experts, which are lists.
 #[derive(Debug)]
 pub struct Point {
     /// Completed steps.
@@ -187,7 +191,7 @@ pub struct Point {
 }
 
 impl Point {
-    /// Returns the values of a report; `None` if it is not about a step or an evaluation.
+    /// Returns the values of a report; `None` if it is not about a step, its experts or an evaluation.
     pub fn of(report: &Report) -> Option<Self> {
         let value = |metric: &Metric| match (report, &metric.get) {
             (Report::Step(step), Get::Step(get)) => get(step),
@@ -197,6 +201,7 @@ impl Point {
         let step = match report {
             Report::Step(step) => step.step,
             Report::Eval(eval) => eval.step,
+            Report::Experts(experts) => experts.step,
             _ => return None,
         };
         Some(Self { step, values: METRICS.iter().filter_map(|it| Some((it, value(it)?))).collect() })

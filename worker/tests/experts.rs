@@ -40,7 +40,7 @@ fn train(shape: &ModelShape, spec: &JobSpec, dir: &Path, world: usize) -> (Vec<S
 
 fn numbers(results: &[StepResult]) -> Vec<[f32; 5]> {
     let numbers = |result: &StepResult| {
-        let load = result.experts.unwrap();
+        let load = result.experts.as_ref().unwrap();
         [result.loss, result.grad_norm, load.balance, load.busiest, load.entropy]
     };
     results.iter().map(numbers).collect()

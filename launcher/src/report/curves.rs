@@ -3,6 +3,7 @@
 //! The files are read twice, oldest run first: the first pass finds where steps repeat and how long the curves are, the
 //! second reduces the curves. So memory does not depend on the number of steps.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -22,6 +23,8 @@ pub(crate) struct Curves {
     /// The reduced curve of each key.
     pub(crate) points: [Vec<reduce::Point>; METRICS.len()],
     pub(crate) figures: Figures,
+    /// The last loads of experts, by block, and their step.
+    pub(crate) expert_loads: Option<(u64, BTreeMap<u32, Vec<f64>>)>,
     /// Notes for the reader about data that could not be used.
     pub(crate) notes: Vec<String>,
 }
@@ -126,29 +129,32 @@ pub(crate) fn read(sources: &[Source]) -> io::Result<Curves> {
     let mut reducers = survey.counts.map(|count| Reducer::new(count, first, survey.last));
     let mut totals = Totals::default();
     let limits = survey.bytes.iter().copied();
-    let mut line = 0;
+    let (mut line, mut expert_loads) = (0, None);
     for (source, limit) in sources.iter().zip(limits) {
-        each_point(source, limit, &mut line, |line, point| {
+        each_point(source, limit, &mut line, |line, point, text| {
             let kept = survey.steps.keeps(line, point.step)
-                && (point.is_step() || survey.evaluations.keeps(line, point.step));
+                && (point.value("val/loss").is_none() || survey.evaluations.keeps(line, point.step));
             if kept {
                 let values = reducers.iter_mut().zip(point.values);
                 values.for_each(|(reducer, value)| {
                     value.into_iter().for_each(|value| reducer.add(point.step, value))
                 });
                 totals.add(point);
+                if let Some(loads) = lines::expert_loads(text) {
+                    expert_loads = Some((point.step, loads));
+                }
             }
         })?;
     }
     let figures = Figures { restarts: survey.steps.count, ..totals.finish() };
-    Ok(Curves { points: reducers.map(Reducer::finish), figures, notes: survey.notes })
+    Ok(Curves { points: reducers.map(Reducer::finish), figures, expert_loads, notes: survey.notes })
 }
 
 fn survey(sources: &[Source]) -> io::Result<Survey> {
     let mut survey = Survey::default();
     let mut line = 0;
     for source in sources {
-        let found = each_point(source, u64::MAX, &mut line, |line, point| survey.add(line, point))?;
+        let found = each_point(source, u64::MAX, &mut line, |line, point, _| survey.add(line, point))?;
         survey.bytes.push(found.bytes);
         if found.broken > 0 {
             survey.notes.push(super::broken_lines(&source.path, found.broken));
@@ -177,19 +183,19 @@ struct Found {
     broken: u64,
 }
 
-/// Calls `take` with each point of a file and its line number, counted over all files.
+/// Calls `take` with the line number of each point of a file, counted over all files, the point and the line.
 fn each_point(
     source: &Source,
     limit: u64,
     line: &mut u64,
-    mut take: impl FnMut(u64, &Point),
+    mut take: impl FnMut(u64, &Point, &[u8]),
 ) -> io::Result<Found> {
     let mut lines = Lines::open(&source.path, limit)?;
     let mut broken = 0;
     while let Some((text, cut)) = lines.next()? {
         *line += 1;
         match lines::parse(text) {
-            Some(point) if point.step <= source.until => take(*line, &point),
+            Some(point) if point.step <= source.until => take(*line, &point, text),
             Some(_) => {}
             // The run is still writing this line.
             None if cut => {}
@@ -312,6 +318,20 @@ mod tests {
         // (209 + 208 + 207 + 205 + 202) / 2, rounded.
         assert_eq!(figures.tokens, 516.0);
         assert!(curves.notes.is_empty());
+    }
+
+    #[test]
+    fn last_loads_of_experts_are_those_of_the_curve() {
+        let dir = tempfile::tempdir().unwrap();
+        let loads =
+            |step: u64, share: f64| json!({ "_step": step, "experts/load": { "1": [share, 1.0 - share] } });
+        let eval = |step: u64| json!({ "_step": step, "val/loss": 1.0 });
+        // Step 4 was not repeated after a restart.
+        let before =
+            [step(2, 1.0), loads(2, 0.5), eval(2), step(3, 1.0), step(4, 1.0), loads(4, 0.25), eval(4)];
+        let after = [step(2, 1.0), loads(2, 0.75), eval(2), step(3, 1.0)];
+        let curves = read(&[file(dir.path(), "a", &[&before[..], &after].concat(), "")]).unwrap();
+        assert_eq!(curves.expert_loads, Some((2, [(1, vec![0.75, 0.25])].into())));
     }
 
     #[test]

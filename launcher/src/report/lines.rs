@@ -4,6 +4,7 @@
 //! a run that is being written may be incomplete, which is not an error. Unknown keys are ignored.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
@@ -12,7 +13,7 @@ use fs_err::File;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
-use xlaunch_proto::metrics::METRICS;
+use xlaunch_proto::metrics::{EXPERT_LOADS, METRICS};
 
 /// Maximum length of a line in bytes; longer lines are skipped.
 const MAX_LINE_BYTES: u64 = 1 << 20;
@@ -84,6 +85,15 @@ pub(super) fn open(path: &Path) -> io::Result<File> {
 /// Parses a line; `None` if it is broken.
 pub(crate) fn parse(line: &[u8]) -> Option<Point> {
     serde_json::from_slice(line).ok()
+}
+
+/// Parses the loads of experts; `None` if the line has none.
+pub(crate) fn expert_loads(line: &[u8]) -> Option<BTreeMap<u32, Vec<f64>>> {
+    // Few lines have any.
+    let key = format!("\"{EXPERT_LOADS}\"");
+    let line = std::str::from_utf8(line).ok().filter(|line| line.contains(&key))?;
+    let mut values: BTreeMap<String, Value> = serde_json::from_str(line).ok()?;
+    serde_json::from_value(values.remove(EXPERT_LOADS)?).ok()
 }
 
 impl<'de> Deserialize<'de> for Point {
@@ -164,6 +174,20 @@ mod tests {
         {
             assert_eq!(parse(broken.as_bytes()), None, "{broken}");
         }
+    }
+
+    #[test]
+    fn loads_of_experts_are_lists_by_block() {
+        let loads =
+            |text: &str| expert_loads(format!("{{\"_step\": 3, \"experts/load\": {text}}}").as_bytes());
+        assert_eq!(
+            loads(r#"{"1": [0.25, 0.75], "0": []}"#).unwrap(),
+            [(0, vec![]), (1, vec![0.25, 0.75])].into()
+        );
+        for broken in ["[1]", r#"{"a": [1]}"#, r#"{"-1": [1]}"#, r#"{"1": [null]}"#, r#"{"1": 2}"#] {
+            assert_eq!(loads(broken), None, "{broken}");
+        }
+        assert_eq!(expert_loads(b"{\"_step\": 3}"), None);
     }
 
     #[test]

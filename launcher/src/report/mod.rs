@@ -133,6 +133,9 @@ impl Run {
             "useful_percent": self.ended("/accounting/useful_percent"),
             "skipped_steps": figures.skipped_steps,
             "restarts": figures.restarts,
+            "expert_loads": self.curves.expert_loads.as_ref().map(|(step, blocks)| {
+                json!({ "step": step, "blocks": blocks })
+            }),
             "exit_code": self.ending.as_ref().map(|ending| &ending["exit_code"]),
             "environment": self.environment,
             "notes": self.notes,

@@ -39,6 +39,7 @@ pub(crate) fn html(runs: &[Run]) -> String {
     out += &notes(runs);
     out += "<section id=\"curves\" aria-label=\"Curves\">\n<noscript><p>The curves need JavaScript.</p></noscript>\n\
         </section>\n";
+    out += &experts(runs);
     out += &samples(runs);
     let configs = runs.iter().map(|run| run.config.as_ref().map(documents::flatten));
     out += &comparison("configuration", "Configuration", runs, &configs.collect::<Vec<_>>(), &[]);
@@ -121,6 +122,41 @@ fn notes(runs: &[Run]) -> String {
         items
     } else {
         format!("<section>\n<h2>Notes</h2>\n<ul id=\"notes\">\n{items}</ul>\n</section>\n")
+    }
+}
+
+/// Returns the loads of experts as a row of cells per block, which are darker for experts with more of its choices.
+fn experts(runs: &[Run]) -> String {
+    let mut out = String::new();
+    for (index, run) in runs.iter().enumerate() {
+        let Some((step, blocks)) = &run.curves.expert_loads else { continue };
+        let most = blocks.values().flatten().copied().fold(f64::MIN_POSITIVE, f64::max);
+        let (rows, columns) = (blocks.len(), blocks.values().map(Vec::len).max().unwrap_or(0));
+        let _ = writeln!(
+            out,
+            "<h3>{} {}</h3>\n<p class=\"quiet\">step {step}; a row per block and a column per expert; darkest: \
+             {:.1} % of the choices of a block</p>\n<svg class=\"loads c{index}\" viewBox=\"0 0 {columns} {rows}\" \
+             preserveAspectRatio=\"none\" role=\"img\" aria-label=\"Loads of experts\">",
+            swatch(index),
+            escape(&run.label),
+            100.0 * most
+        );
+        for (row, (block, shares)) in blocks.iter().enumerate() {
+            for (expert, share) in shares.iter().enumerate() {
+                let (opacity, percent) = ((share / most).clamp(0.0, 1.0), 100.0 * share);
+                let _ = write!(
+                    out,
+                    "<rect x=\"{expert}\" y=\"{row}\" width=\"1\" height=\"1\" fill-opacity=\"{opacity:.2}\">\
+                     <title>block {block}, expert {expert}: {percent:.1} %</title></rect>"
+                );
+            }
+        }
+        out += "</svg>\n";
+    }
+    if out.is_empty() {
+        out
+    } else {
+        format!("<section id=\"experts\">\n<h2>Loads of experts</h2>\n{out}</section>\n")
     }
 }
 
@@ -294,6 +330,21 @@ mod tests {
         // Label, title, configuration, sample and note, each once or more; and the data of the script.
         assert!(page.matches("&lt;script&gt;alert(1)").count() >= 8, "{page}");
         assert!(page.contains("\"\\u003c/script>\\u003cscript>alert(1)"), "{page}");
+    }
+
+    #[test]
+    fn loads_of_experts_are_cells_with_their_shares() {
+        let plain = run("a", &json!({}));
+        assert!(!html(std::slice::from_ref(&plain)).contains("id=\"experts\""));
+        let mut moe = run("b", &json!({}));
+        moe.curves.expert_loads = Some((7, [(1, vec![0.8, 0.2]), (2, vec![0.4, 0.6])].into()));
+        let page = html(&[plain, moe]);
+        let section =
+            page.split_once("<section id=\"experts\">").unwrap().1.split_once("</section>").unwrap().0;
+        assert!(section.contains("step 7;") && section.contains("80.0 % of the choices"), "{section}");
+        assert!(section.contains("<svg class=\"loads c1\" viewBox=\"0 0 2 2\""), "{section}");
+        let cell = "<rect x=\"1\" y=\"0\" width=\"1\" height=\"1\" fill-opacity=\"0.25\">";
+        assert!(section.contains(&format!("{cell}<title>block 1, expert 1: 20.0 %</title>")), "{section}");
     }
 
     #[test]

@@ -1,16 +1,18 @@
 //! Checks the data that TensorBoard itself reads from the event file of a run.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
 use xlaunch_proto::metrics::METRICS;
-use xlaunch_tests::{Job, requirements};
+use xlaunch_tests::{Job, Process, requirements};
 
 xlaunch_harness::tests! {
     needs requirements::tensorboard:
     event_file_has_the_values_of_metrics_jsonl,
-    continued_run_is_one_curve;
+    continued_run_is_one_curve,
+    loads_of_experts_are_in_every_record_of_a_run;
 }
 
 /// Prints `[step, tag, value]` for every scalar in a directory's event files, one per line.
@@ -63,6 +65,48 @@ events = EventAccumulator(sys.argv[1], size_guidance={"scalars": 0})
 events.Reload()
 print(json.dumps([event.step for event in events.Scalars("train/loss")]))
 "#;
+
+/// Prints the histograms with this tag by step: the number of choices in each bucket.
+const HISTOGRAMS: &str = r#"
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(sys.argv[1], size_guidance={"histograms": 0})
+events.Reload()
+found = events.Histograms("experts/load/1")
+print(json.dumps({event.step: event.histogram_value.bucket for event in found}))
+"#;
+
+fn loads_of_experts_are_in_every_record_of_a_run() {
+    let job = Job::new();
+    let model =
+        ["model.experts=4", "model.experts_per_token=2", "model.expert_ffn=24", "model.dense_layers=1"];
+    let settings = ["observe.tensorboard=true", "train.eval_every=5"];
+    job.run_ok(&[&model[..], &settings].concat().iter().flat_map(|key| ["--set", key]).collect::<Vec<_>>());
+    let metrics = job.metrics();
+    let loads = metrics.iter().filter(|line| line.get("experts/load").is_some());
+    let loads: BTreeMap<u64, Vec<f64>> = loads
+        .map(|line| {
+            let shares = line["experts/load"]["1"].as_array().unwrap().iter();
+            (line["_step"].as_u64().unwrap(), shares.map(|share| share.as_f64().unwrap()).collect())
+        })
+        .collect();
+    assert!(loads.keys().eq([&5, &8]), "{loads:?}");
+    for shares in loads.values() {
+        assert!(shares.len() == 4 && (shares.iter().sum::<f64>() - 1.0).abs() < 1e-6, "{shares:?}");
+    }
+    let dir = job.run_dir().join("tensorboard");
+    let output =
+        Command::new(requirements::python_path()).args(["-c", HISTOGRAMS]).arg(dir).output().unwrap();
+    let found: BTreeMap<u64, Vec<f64>> = serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
+    assert!(found.keys().eq(loads.keys()), "{found:?}");
+    for (found, shares) in found.values().flatten().zip(loads.values().flatten()) {
+        assert!((found - shares).abs() < 1e-6, "{found}, not {shares}");
+    }
+    let report = Process::spawn(&mut job.command(&["report", "runs/train", "--output", "-"])).wait();
+    let cell = format!("<title>block 1, expert 3: {:.1} %</title>", 100.0 * loads[&8][3]);
+    assert!(report.stdout.contains(&cell), "{cell}: {}", report.stderr);
+}
 
 fn continued_run_is_one_curve() {
     let job = Job::new();

@@ -44,7 +44,7 @@ pub(super) struct Factors {
 }
 
 /// How evenly the experts of a model were used in a step.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct ExpertLoad {
     /// Mean balance loss of the layers, without its factor: 1 for a balanced load.
     pub balance: f32,
@@ -52,6 +52,8 @@ pub struct ExpertLoad {
     pub busiest: f32,
     /// Entropy of a layer's loads relative to that of equal loads, mean over layers.
     pub entropy: f32,
+    /// Share of a layer's choices that each expert has, layer by layer.
+    pub shares: Vec<Vec<f32>>,
 }
 
 impl Routing {
@@ -150,18 +152,20 @@ impl ExpertLoad {
     #[expect(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "for display only")]
     fn new(loads: &[f32], experts: usize, balance: f32) -> Self {
         let layers = loads.len() / experts;
-        let (mut busiest, mut entropy) = (0.0_f64, 0.0);
+        let (mut busiest, mut entropy, mut shares) = (0.0_f64, 0.0, Vec::with_capacity(layers));
         for loads in loads.chunks_exact(experts) {
             let total = loads.iter().map(|load| f64::from(*load)).sum::<f64>().max(1.0);
-            for share in loads.iter().map(|load| f64::from(*load) / total).filter(|share| *share > 0.0) {
-                busiest = busiest.max(share);
+            let of_layer: Vec<f64> = loads.iter().map(|load| f64::from(*load) / total).collect();
+            for share in of_layer.iter().filter(|share| **share > 0.0) {
+                busiest = busiest.max(*share);
                 entropy -= share * share.ln();
             }
+            shares.push(of_layer.into_iter().map(|share| share as f32).collect());
         }
         // The entropy of a single expert is that of equal loads.
         let most = layers as f64 * (experts as f64).ln();
         let entropy = if most > 0.0 { entropy / most } else { 1.0 };
-        Self { balance: balance / layers as f32, busiest: busiest as f32, entropy: entropy as f32 }
+        Self { balance: balance / layers as f32, busiest: busiest as f32, entropy: entropy as f32, shares }
     }
 }
 
@@ -209,6 +213,7 @@ mod tests {
         assert_eq!((even.balance, even.busiest, even.entropy), (1.0, 0.25, 1.0));
         let one = ExpertLoad::new(&[0.0, 8.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0], 4, 5.0);
         assert_eq!((one.balance, one.busiest, one.entropy), (2.5, 1.0, 0.5));
+        assert_eq!(one.shares, [[0.0, 1.0, 0.0, 0.0], [0.25; 4]]);
         assert_eq!(ExpertLoad::new(&[7.0], 1, 1.0).entropy, 1.0);
     }
 }

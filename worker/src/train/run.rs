@@ -10,8 +10,8 @@ use xlaunch_comm::Collective;
 use xlaunch_engine::KernelTime;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
-    BestEvaluation, CheckpointSkipped, EvalReport, KernelReport, Phase, ProfileReport, SourceLoss,
-    SourceReport, StepReport,
+    BestEvaluation, CheckpointSkipped, EvalReport, ExpertLoads, ExpertReport, KernelReport, Phase,
+    ProfileReport, SourceLoss, SourceReport, StepReport,
 };
 use xlaunch_spec::job::{JobSpec, TrainSection};
 
@@ -364,12 +364,26 @@ impl Run<'_> {
             checkpoint_seconds: std::mem::take(&mut self.checkpoint_delay).as_secs_f64(),
             own_seconds: Some(own_seconds),
             mfu: self.seconds_at_peak.map(|seconds| seconds / elapsed.as_secs_f64().max(1e-9)),
-            router_aux_loss: result.experts.map(|load| load.balance),
-            expert_busiest_share: result.experts.map(|load| load.busiest),
-            expert_load_entropy: result.experts.map(|load| load.entropy),
+            router_aux_loss: result.experts.as_ref().map(|load| load.balance),
+            expert_busiest_share: result.experts.as_ref().map(|load| load.busiest),
+            expert_load_entropy: result.experts.as_ref().map(|load| load.entropy),
         }));
+        if let Some(load) = result.experts {
+            self.report_experts(done, load.shares);
+        }
         *since = completed;
         Ok(result.requests)
+    }
+
+    /// Reports the shares of experts, layer by layer, if that is due after `done` steps.
+    fn report_experts(&self, done: u64, shares: Vec<Vec<f32>>) {
+        let train = &self.spec.train;
+        let is_due = done == train.steps || train.eval_every != 0 && done.is_multiple_of(train.eval_every);
+        if is_due && self.collective.rank() == 0 {
+            let blocks = u32::try_from(self.model.shape.dense_layers).unwrap_or(u32::MAX)..;
+            let loads = blocks.zip(shares).map(|(block, shares)| ExpertLoads { block, shares }).collect();
+            self.control.report(Report::Experts(ExpertReport { step: done, loads }));
+        }
     }
 
     fn report_profile(&self, step: u64, times: &[KernelTime]) {

@@ -69,7 +69,7 @@ pub struct Requests {
 }
 
 /// The results of a step, the same on every rank.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct StepResult {
     /// Mean loss over the targets of the global batch that count.
     pub loss: f32,

@@ -4,8 +4,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde_json::json;
-use xlaunch_proto::metrics::{Number, Point};
+use serde_json::{Value, json};
+use xlaunch_proto::metrics::{EXPERT_LOADS, Number, Point};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{SourceLoss, SourceReport};
 
@@ -27,6 +27,14 @@ impl ReportSink for Metrics {
         let mut line = json!({ "_step": step, "_timestamp": clock::unix().as_secs_f64() });
         for (metric, value) in values {
             line[metric.key] = value.json();
+        }
+        if let Report::Experts(experts) = &report.report {
+            let shares = |shares: &[f32]| -> Value {
+                shares.iter().map(|share| Number::Single(*share).json()).collect()
+            };
+            let loads = experts.loads.iter();
+            line[EXPERT_LOADS] =
+                loads.map(|loads| (loads.block.to_string(), shares(&loads.shares))).collect();
         }
         if let Report::Eval(eval) = &report.report {
             for SourceReport { name, tokens, epochs, .. } in &eval.sources {
@@ -65,8 +73,7 @@ impl Metrics {
 mod tests {
     use std::time::Instant;
 
-    use serde_json::Value;
-    use xlaunch_proto::v1::{EvalReport, StepReport};
+    use xlaunch_proto::v1::{EvalReport, ExpertLoads, ExpertReport, StepReport};
 
     use super::*;
 
@@ -104,6 +111,8 @@ mod tests {
             bits_per_byte,
             ..Default::default()
         }));
+        let loads = vec![ExpertLoads { block: 1, shares: vec![0.1, 0.9] }];
+        write(Report::Experts(ExpertReport { step: 6, loads }));
         let text = fs_err::read_to_string(Metrics::path(dir.path())).unwrap();
         let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!((&lines[0]["_step"], &lines[0]["train/loss"]), (&json!(3), &json!(0.1)));
@@ -111,5 +120,6 @@ mod tests {
         assert_eq!(lines[0]["perf/mfu"], json!(0.25));
         assert_eq!((&lines[1]["val/loss"], &lines[1]["val/bits_per_byte"]), (&json!(2.5), &Value::Null));
         assert_eq!(lines[2]["val/bits_per_byte"], json!(1.25));
+        assert_eq!((&lines[3]["_step"], &lines[3]["experts/load"]), (&json!(6), &json!({ "1": [0.1, 0.9] })));
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! The file is `tensorboard/events.out.tfevents.<seconds>.<host>.<process>` in the run's directory, with one TFRecord
 //! per event: length (u64, little-endian), checksum of the length, a protobuf message `Event`, checksum of the message.
-//! The messages below declare only those fields of TensorFlow's messages that scalars need.
+//! The messages below declare only those fields of TensorFlow's messages that scalars and histograms need.
 //!
 //! A run leaves a single curve. A run that continues another one starts with the events of that run up to the step at
 //! which it resumes. An attempt that resumes at an earlier step begins with a session log, which makes TensorBoard drop
@@ -13,7 +13,8 @@ use std::path::{Path, PathBuf};
 
 use fs_err::File;
 use prost::Message;
-use xlaunch_proto::metrics::Point;
+use xlaunch_proto::metrics::{EXPERT_LOADS, Point};
+use xlaunch_proto::v1::ExpertLoads;
 use xlaunch_proto::v1::worker_report::Report;
 
 use super::appender::Appender;
@@ -80,6 +81,28 @@ struct Value {
     /// Part of a oneof in TensorFlow's message, so it must be written even if it is 0.
     #[prost(float, optional, tag = "2")]
     simple_value: Option<f32>,
+    #[prost(message, optional, tag = "5")]
+    histogram: Option<Histogram>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Histogram {
+    #[prost(double, tag = "1")]
+    min: f64,
+    #[prost(double, tag = "2")]
+    max: f64,
+    /// Number of values.
+    #[prost(double, tag = "3")]
+    num: f64,
+    #[prost(double, tag = "4")]
+    sum: f64,
+    #[prost(double, tag = "5")]
+    sum_squares: f64,
+    /// Upper ends of the buckets, and the number of values in each.
+    #[prost(double, repeated, tag = "6")]
+    bucket_limit: Vec<f64>,
+    #[prost(double, repeated, tag = "7")]
+    bucket: Vec<f64>,
 }
 
 impl ReportSink for TensorBoard {
@@ -92,7 +115,14 @@ impl ReportSink for TensorBoard {
         let mut scalars = Vec::new();
         for (metric, value) in values.iter().filter(|(metric, _)| metric.in_tensorboard) {
             let tags = std::iter::once(metric.key).chain(metric.deprecated_tag);
-            scalars.extend(tags.map(|tag| Value { tag: tag.into(), simple_value: Some(value.f32()) }));
+            scalars.extend(tags.map(|tag| Value {
+                tag: tag.into(),
+                simple_value: Some(value.f32()),
+                histogram: None,
+            }));
+        }
+        if let Report::Experts(experts) = &report.report {
+            scalars.extend(experts.loads.iter().map(expert_loads));
         }
         self.write(step, What::Summary(Summary { value: scalars }))
     }
@@ -160,6 +190,23 @@ impl TensorBoard {
     }
 }
 
+/// Returns the histogram of the experts that a block has chosen, as shares of all choices, by the number of the expert.
+fn expert_loads(loads: &ExpertLoads) -> Value {
+    let experts = (0_u32..).map(f64::from).zip(loads.shares.iter().map(|share| f64::from(*share)));
+    let sum = |power: i32| experts.clone().map(|(expert, share)| expert.powi(power) * share).sum();
+    let histogram = Histogram {
+        min: 0.0,
+        max: experts.clone().last().map_or(0.0, |(last, _)| last),
+        num: sum(0),
+        sum: sum(1),
+        sum_squares: sum(2),
+        bucket_limit: experts.clone().map(|(expert, _)| expert + 0.5).collect(),
+        bucket: experts.clone().map(|(_, share)| share).collect(),
+    };
+    let tag = format!("{EXPERT_LOADS}/{}", loads.block);
+    Value { tag, simple_value: None, histogram: Some(histogram) }
+}
+
 /// Returns the event files of a run, in the order of their creation.
 fn event_files(run_dir: &Path) -> Vec<PathBuf> {
     let entries = fs_err::read_dir(run_dir.join(DIR)).into_iter().flatten().flatten();
@@ -201,7 +248,7 @@ fn now() -> f64 {
 mod tests {
     use std::time::Instant;
 
-    use xlaunch_proto::v1::{EvalReport, StepReport};
+    use xlaunch_proto::v1::{EvalReport, ExpertReport, StepReport};
 
     use super::*;
 
@@ -284,6 +331,22 @@ mod tests {
         let eval = scalars(&events[2]);
         assert!(matches!(eval[..], [("val/loss", loss), ("val/bits_per_byte", 1.5)] if loss.is_nan()));
         assert!(events.iter().all(|event| event.wall_time > 1.7e9));
+    }
+
+    #[test]
+    fn loads_of_experts_are_a_histogram_by_the_number_of_the_expert() {
+        let dir = tempfile::tempdir().unwrap();
+        let loads = vec![ExpertLoads { block: 1, shares: vec![0.25, 0.0, 0.75] }];
+        let mut board = TensorBoard::create(dir.path(), None);
+        write(&mut board, Report::Experts(ExpertReport { step: 3, loads }));
+        let events = events(dir.path());
+        let Some(What::Summary(summary)) = &events[1].what else { panic!("{events:?}") };
+        let loads = summary.value.iter().find(|value| value.tag == "experts/load/1").unwrap();
+        let histogram = loads.histogram.as_ref().unwrap();
+        assert_eq!((histogram.min, histogram.max, histogram.num), (0.0, 2.0, 1.0));
+        assert_eq!((histogram.sum, histogram.sum_squares), (1.5, 3.0));
+        assert_eq!(histogram.bucket_limit, [0.5, 1.5, 2.5]);
+        assert_eq!(histogram.bucket, [0.25, 0.0, 0.75]);
     }
 
     #[test]
