@@ -125,7 +125,7 @@ fn notes(runs: &[Run]) -> String {
     }
 }
 
-/// Returns the loads of experts as a row of cells per block, which are darker for experts with more of its choices.
+/// Returns the loads of experts as a row of cells per block, which are more opaque the more choices an expert has.
 fn experts(runs: &[Run]) -> String {
     let mut out = String::new();
     for (index, run) in runs.iter().enumerate() {
@@ -134,7 +134,7 @@ fn experts(runs: &[Run]) -> String {
         let (rows, columns) = (blocks.len(), blocks.values().map(Vec::len).max().unwrap_or(0));
         let _ = writeln!(
             out,
-            "<h3>{} {}</h3>\n<p class=\"quiet\">step {step}; a row per block and a column per expert; darkest: \
+            "<h3>{} {}</h3>\n<p class=\"quiet\">step {step}; a row per block and a column per expert; largest share: \
              {:.1} % of the choices of a block</p>\n<svg class=\"loads c{index}\" viewBox=\"0 0 {columns} {rows}\" \
              preserveAspectRatio=\"none\" role=\"img\" aria-label=\"Loads of experts\">",
             swatch(index),
