@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use xlaunch_proto::metrics::METRICS;
 use xlaunch_tests::{Job, Output, Process, children, process_name, requirements, send_signal, wait_for};
 
 xlaunch_harness::tests! {
@@ -16,10 +17,6 @@ xlaunch_harness::tests! {
     needs requirements::browser:
     browser_shows_the_values_of_metrics_jsonl;
 }
-
-/// Keys of `metrics.jsonl` for which a report has charts.
-const KEYS: [&str; 6] =
-    ["train/loss", "val/loss", "train/lr", "train/grad_norm", "perf/tokens_per_second", "perf/mfu"];
 
 /// Steps and values by key.
 type Curves = BTreeMap<String, Vec<(u64, Value)>>;
@@ -49,9 +46,10 @@ fn curves(files: &[PathBuf]) -> Curves {
         let first = lines[0]["_step"].as_u64().unwrap();
         curves.values_mut().for_each(|points| points.retain(|(step, _)| *step < first));
         for line in lines {
-            for key in KEYS.iter().filter(|key| line.get(**key).is_some()) {
-                let point = (line["_step"].as_u64().unwrap(), line[*key].clone());
-                curves.entry((*key).to_owned()).or_default().push(point);
+            let charts = METRICS.iter().filter(|metric| metric.chart.is_some());
+            for key in charts.map(|metric| metric.key).filter(|key| line.get(key).is_some()) {
+                let point = (line["_step"].as_u64().unwrap(), line[key].clone());
+                curves.entry(key.to_owned()).or_default().push(point);
             }
         }
     }
