@@ -81,6 +81,7 @@ const OTHERS: [Case; 6] = [
 const SINKS: Case = Case { name: "sinks" };
 
 /// Returns the shape in `tests/peers/goldens.py`.
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn shape(case: Case) -> ModelShape {
     let tiny = |arch: Arch, tied| ModelShape {
         layers: 2,
@@ -447,6 +448,7 @@ fn other_architectures_match_pytorch_on_gpu() {
     other_architectures_match_pytorch(gpu);
 }
 
+#[expect(clippy::print_stderr, reason = "a failure follows the name of its case")]
 fn other_architectures_match_pytorch(backend: fn() -> BackendHandle) {
     for case in OTHERS.into_iter().chain([SINKS]) {
         eprintln!("{}", case.name);

@@ -147,8 +147,8 @@ fn checkpoint_that_cannot_be_read_back_is_an_error_of_the_command_that_asked_for
     process.wait_for_stderr("step 1/");
     let asked = Process::spawn(&mut job.command(&["checkpoint"]));
     process.wait_for_stderr("fail point reached");
-    let saving = std::fs::read_dir(job.path().join("saved")).unwrap().map(|entry| entry.unwrap().path());
-    let saving = saving.filter(|path| path.display().to_string().contains("/.tmp-step-")).next().unwrap();
+    let mut saved = std::fs::read_dir(job.path().join("saved")).unwrap().map(|entry| entry.unwrap().path());
+    let saving = saved.find(|path| path.display().to_string().contains("/.tmp-step-")).unwrap();
     std::fs::write(saving.join("manifest.json"), "{}").unwrap();
     let asked = asked.wait();
     assert_eq!((asked.code, asked.stdout.as_str()), (1, ""), "{}", asked.stderr);
