@@ -181,7 +181,7 @@ impl Metric {
     }
 }
 
-/// The values of a step or an evaluation. There are none for the loads of experts, which are lists.
+/// The values of a step or an evaluation. Loads of experts are lists, so a report about them has no values here.
 #[derive(Debug)]
 pub struct Point {
     /// Completed steps.

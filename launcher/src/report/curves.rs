@@ -140,7 +140,9 @@ pub(crate) fn read(sources: &[Source]) -> io::Result<Curves> {
                     value.into_iter().for_each(|value| reducer.add(point.step, value))
                 });
                 totals.add(point);
-                if let Some(loads) = lines::expert_loads(text) {
+                // They are in lines of their own.
+                let has_values = point.values.iter().any(Option::is_some);
+                if !has_values && let Some(loads) = lines::expert_loads(text) {
                     expert_loads = Some((point.step, loads));
                 }
             }

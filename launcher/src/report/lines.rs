@@ -89,10 +89,7 @@ pub(crate) fn parse(line: &[u8]) -> Option<Point> {
 
 /// Parses the loads of experts; `None` if the line has none.
 pub(crate) fn expert_loads(line: &[u8]) -> Option<BTreeMap<u32, Vec<f64>>> {
-    // Few lines have any.
-    let key = format!("\"{EXPERT_LOADS}\"");
-    let line = std::str::from_utf8(line).ok().filter(|line| line.contains(&key))?;
-    let mut values: BTreeMap<String, Value> = serde_json::from_str(line).ok()?;
+    let mut values: BTreeMap<String, Value> = serde_json::from_slice(line).ok()?;
     serde_json::from_value(values.remove(EXPERT_LOADS)?).ok()
 }
 

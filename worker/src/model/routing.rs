@@ -52,8 +52,10 @@ pub struct ExpertLoad {
     pub busiest: f32,
     /// Entropy of a layer's loads relative to that of equal loads, mean over layers.
     pub entropy: f32,
-    /// Share of a layer's choices that each expert has, layer by layer.
-    pub shares: Vec<Vec<f32>>,
+    /// Number of choices of each expert, layer by layer.
+    loads: Vec<f32>,
+    /// Number of experts.
+    experts: usize,
 }
 
 impl Routing {
@@ -132,7 +134,7 @@ impl Routing {
     pub fn load(&self, read: PendingRead, balance: f32) -> Result<ExpertLoad> {
         let mut loads = vec![0.0; self.total.len()];
         read.wait(&mut loads)?;
-        Ok(ExpertLoad::new(&loads, self.experts, balance))
+        Ok(ExpertLoad::new(loads, self.experts, balance))
     }
 
     /// Returns the loads of a block.
@@ -150,23 +152,33 @@ impl Routing {
 impl ExpertLoad {
     /// Describes the loads of several layers.
     #[expect(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "for display only")]
-    fn new(loads: &[f32], experts: usize, balance: f32) -> Self {
+    fn new(loads: Vec<f32>, experts: usize, balance: f32) -> Self {
         let layers = loads.len() / experts;
-        let (mut busiest, mut entropy, mut shares) = (0.0_f64, 0.0, Vec::with_capacity(layers));
+        let (mut busiest, mut entropy) = (0.0_f64, 0.0);
         for loads in loads.chunks_exact(experts) {
-            let total = loads.iter().map(|load| f64::from(*load)).sum::<f64>().max(1.0);
-            let of_layer: Vec<f64> = loads.iter().map(|load| f64::from(*load) / total).collect();
-            for share in of_layer.iter().filter(|share| **share > 0.0) {
-                busiest = busiest.max(*share);
+            for share in shares(loads).filter(|share| *share > 0.0) {
+                busiest = busiest.max(share);
                 entropy -= share * share.ln();
             }
-            shares.push(of_layer.into_iter().map(|share| share as f32).collect());
         }
         // The entropy of a single expert is that of equal loads.
         let most = layers as f64 * (experts as f64).ln();
         let entropy = if most > 0.0 { entropy / most } else { 1.0 };
-        Self { balance: balance / layers as f32, busiest: busiest as f32, entropy: entropy as f32, shares }
+        let (balance, busiest, entropy) = (balance / layers as f32, busiest as f32, entropy as f32);
+        Self { balance, busiest, entropy, loads, experts }
     }
+
+    /// Returns the share of a layer's choices that each expert has, layer by layer.
+    #[expect(clippy::cast_possible_truncation, reason = "for display only")]
+    pub fn shares(&self) -> impl Iterator<Item = Vec<f32>> {
+        self.loads.chunks_exact(self.experts).map(|loads| shares(loads).map(|share| share as f32).collect())
+    }
+}
+
+/// Returns the share of a layer's choices that each expert has.
+fn shares(loads: &[f32]) -> impl Iterator<Item = f64> {
+    let total = loads.iter().map(|load| f64::from(*load)).sum::<f64>().max(1.0);
+    loads.iter().map(move |load| f64::from(*load) / total)
 }
 
 impl Model {
@@ -209,11 +221,11 @@ mod tests {
 
     #[test]
     fn load_is_described_by_the_busiest_expert_and_the_entropy() {
-        let even = ExpertLoad::new(&[5.0; 8], 4, 2.0);
+        let even = ExpertLoad::new(vec![5.0; 8], 4, 2.0);
         assert_eq!((even.balance, even.busiest, even.entropy), (1.0, 0.25, 1.0));
-        let one = ExpertLoad::new(&[0.0, 8.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0], 4, 5.0);
+        let one = ExpertLoad::new(vec![0.0, 8.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0], 4, 5.0);
         assert_eq!((one.balance, one.busiest, one.entropy), (2.5, 1.0, 0.5));
-        assert_eq!(one.shares, [[0.0, 1.0, 0.0, 0.0], [0.25; 4]]);
-        assert_eq!(ExpertLoad::new(&[7.0], 1, 1.0).entropy, 1.0);
+        assert_eq!(one.shares().collect::<Vec<_>>(), [[0.0, 1.0, 0.0, 0.0], [0.25; 4]]);
+        assert_eq!(ExpertLoad::new(vec![7.0], 1, 1.0).entropy, 1.0);
     }
 }

@@ -28,7 +28,7 @@ use crate::data::{Dataset, Loader, SourceUse, TokenizerSource};
 use crate::divergence::{Divergence, SkipCount};
 use crate::error::{Result, WorkerError};
 use crate::fail::{self, Place};
-use crate::model::{BackendHandle, Model};
+use crate::model::{BackendHandle, ExpertLoad, Model};
 use crate::optim::AdamW;
 use crate::phase;
 use crate::schedule;
@@ -369,19 +369,19 @@ impl Run<'_> {
             expert_load_entropy: result.experts.as_ref().map(|load| load.entropy),
         }));
         if let Some(load) = result.experts {
-            self.report_experts(done, load.shares);
+            self.report_experts(done, &load);
         }
         *since = completed;
         Ok(result.requests)
     }
 
-    /// Reports the shares of experts, layer by layer, if that is due after `done` steps.
-    fn report_experts(&self, done: u64, shares: Vec<Vec<f32>>) {
-        let train = &self.spec.train;
-        let is_due = done == train.steps || train.eval_every != 0 && done.is_multiple_of(train.eval_every);
+    /// Reports the load of each expert, if that is due after `done` steps.
+    fn report_experts(&self, done: u64, load: &ExpertLoad) {
+        let is_due = done == self.spec.train.steps || self.evaluates_after(done);
         if is_due && self.collective.rank() == 0 {
             let blocks = u32::try_from(self.model.shape.dense_layers).unwrap_or(u32::MAX)..;
-            let loads = blocks.zip(shares).map(|(block, shares)| ExpertLoads { block, shares }).collect();
+            let loads =
+                blocks.zip(load.shares()).map(|(block, shares)| ExpertLoads { block, shares }).collect();
             self.control.report(Report::Experts(ExpertReport { step: done, loads }));
         }
     }

@@ -3,8 +3,8 @@
 //!
 //! The reaper is the same program under another name, in a session of its own, so that neither the terminal nor `pkill
 //! xlaunch` reaches it. Its only connection to xlaunch is a pipe, which carries the cleanup plan as records; end of
-//! file means that xlaunch is gone. A reaper that is no longer needed is killed; one that dies earlier, as by the OOM
-//! killer, is replaced by another with the same plan.
+//! file means that xlaunch is gone. A reaper that is no longer needed is killed; one that dies earlier, for example
+//! because of the OOM killer, is replaced by another with the same plan.
 //!
 //! A record is a letter, a value and a zero byte:
 //!

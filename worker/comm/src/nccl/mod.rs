@@ -74,11 +74,11 @@ pub struct Nccl {
     windows: Windows,
 }
 
-/// What operations among some ranks need.
+/// The communicators of this rank's group and of its peers, and a stream for exchanges.
 struct Divided {
     group: Member,
     peers: Member,
-    /// Where exchanges run that are started and finished.
+    /// Stream of exchanges that run beside the compute stream.
     stream: Arc<CudaStream>,
     /// Recorded on the compute stream before an exchange is started, and on its stream after it.
     event: CudaEvent,
