@@ -10,7 +10,7 @@ build:
 
 # Run the tests, except the large suites.
 test:
-    cargo test --release --workspace
+    cargo xtask test
 
 # Run all tests.
 test-all:

@@ -31,7 +31,7 @@ pub fn xlaunch_path() -> &'static Path {
     PATH.get_or_init(|| named_by(BINARY_VARIABLE).unwrap_or_else(|| build(&RELEASE)))
 }
 
-/// Returns a build of `xlaunch` with fail points, in the profile of the tests.
+/// Returns a build of `xlaunch` with fail points, in a profile for tests.
 ///
 /// # Panics
 /// If the build fails.
@@ -40,7 +40,7 @@ pub fn xlaunch_with_fail_points() -> &'static Path {
     PATH.get_or_init(|| {
         named_by(FAIL_BINARY_VARIABLE).unwrap_or_else(|| {
             // All packages are selected, so that dependencies have the features with which the tests were built.
-            let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
+            let profile = if cfg!(debug_assertions) { "dev" } else { "bench" };
             let built = build(&["--workspace", "--features", "xlaunch/fail", "--profile", profile]);
             let copy = built.with_file_name("xlaunch-fail");
             let unfinished = copy.with_extension(std::process::id().to_string());

@@ -27,8 +27,7 @@ usage: cargo xtask COMMAND
 
   check [NAME...]   report violations of the repository's rules, per crate; NAMEs select checks
   proto             generate proto/src/generated/ from proto/xlaunch/v1/*.proto
-  test [--all]      run the tests of `cargo test --release --workspace`; with --all, the large suites too; with
-                    --all --no-run, build them
+  test [--all]      run the tests, except the large suites; with --all, those too; with --all --no-run, build all
   docs [FILE...]    run the ```sh run blocks of the documentation, or of FILEs, on target/release/xlaunch
   lines             print the lines of the product, by crate
   dist [--fast | --target TRIPLE...]

@@ -1,5 +1,5 @@
-//! Runs the tests: `cargo xtask test` those of `cargo test --release --workspace`, `cargo xtask test --all` the large
-//! suites too. They are built in the profile of the `xlaunch` under test, which has compiled their dependencies.
+//! Runs the tests: `cargo xtask test` all but the large suites, `cargo xtask test --all` those too. They are built in
+//! the profile `bench`, which shares what it compiles with the release build of the `xlaunch` under test.
 //!
 //! A large suite takes minutes, or does more than write to temporary directories. It has `test = false` in its
 //! manifest, so that cargo runs it only by name. cargo runs one test program at a time, though most wait for processes
@@ -23,9 +23,11 @@ use crate::workspace::{Workspace, cargo, forget_package, output, run_to_file};
 const FIRST: [&str; 9] =
     ["kernels", "external", "launch", "daemon", WORKSPACE, "hosts", "training", "nvrtc", "goldens"];
 
-/// The tests that are not in a large suite, and the arguments of cargo that build and run them.
-const WORKSPACE: &str = "cargo test --release --workspace";
-const TEST: [&str; 3] = ["test", "--release", "--workspace"];
+/// The tests that are not in a large suite.
+const WORKSPACE: &str = "workspace";
+
+/// Arguments of cargo that build and run tests.
+const TEST: [&str; 4] = ["test", "--profile", "bench", "--workspace"];
 
 /// Variables with the `xlaunch` that is tested, and with one that has fail points, as in the harness of the tests.
 const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
@@ -44,8 +46,7 @@ struct Suite {
     command: Command,
 }
 
-/// Runs the tests of `cargo test --release --workspace`; with `--all`, all tests, or only builds them. Returns whether
-/// they pass.
+/// Runs all tests but the large suites; with `--all`, those too, or only builds them. Returns whether they pass.
 pub(crate) fn run(workspace: &Workspace, arguments: &[String]) -> Result<bool, Error> {
     match arguments {
         [] => {
@@ -75,7 +76,8 @@ fn build(workspace: &Workspace) -> Result<Vec<Suite>, Error> {
     // The one under test is built last, as both have the same path.
     let fail =
         std::env::var_os(FAIL_BINARY_VARIABLE).map_or_else(|| build_with_fail_points(workspace), Ok)?;
-    let tested = std::env::var_os(BINARY_VARIABLE).map_or_else(|| build_binary(workspace, &[]), Ok)?;
+    let tested =
+        std::env::var_os(BINARY_VARIABLE).map_or_else(|| build_binary(workspace, &["--release"]), Ok)?;
     for suite in &mut suites {
         suite.command.env(BINARY_VARIABLE, &tested).env(FAIL_BINARY_VARIABLE, &fail);
     }
@@ -115,16 +117,16 @@ fn build_large(workspace: &Workspace) -> Result<Vec<Suite>, Error> {
 
 /// Builds `xlaunch` with fail points. Returns a copy.
 fn build_with_fail_points(workspace: &Workspace) -> Result<OsString, Error> {
-    let built = build_binary(workspace, &["--features", "fail"])?;
+    let built = build_binary(workspace, &["--profile", "bench", "--features", "fail"])?;
     let copy = Path::new(&built).with_file_name("xlaunch-fail");
     std::fs::copy(&built, &copy)?;
     Ok(copy.into())
 }
 
 /// Builds an `xlaunch` for the suites. Otherwise a test would build it, and its deadlines would include that.
-fn build_binary(workspace: &Workspace, features: &[&str]) -> Result<OsString, Error> {
+fn build_binary(workspace: &Workspace, arguments: &[&str]) -> Result<OsString, Error> {
     let mut command = cargo(&workspace.root);
-    command.args(["build", "--release", "--package", "xlaunch", "--bin", "xlaunch"]).args(features);
+    command.args(["build", "--package", "xlaunch", "--bin", "xlaunch"]).args(arguments);
     let text = output(command.args(["--message-format", "json-render-diagnostics"]))?;
     let messages = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let mut binaries = messages.filter_map(|message| message["executable"].as_str().map(OsString::from));

@@ -10,6 +10,8 @@ const SEED: u64 = 1;
 
 #[expect(clippy::print_stdout, reason = "the table is the result")]
 fn main() {
+    // Tests of the daemon use cargo's profile for benches, without optimization.
+    assert!(!cfg!(debug_assertions), "add `--profile release` to cargo's arguments");
     let hours = |time: Duration| time.as_secs_f64() / 3600.0;
     println!(
         "| policy | mean wait | 95th percentile | utilisation | makespan | pass over {JOBS} queued jobs |"

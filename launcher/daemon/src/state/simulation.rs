@@ -1,5 +1,5 @@
 //! Simulates a node to measure how long jobs wait under a policy. Used by `cargo bench -p xlaunch-daemon --bench
-//! schedule`.
+//! schedule --profile release`.
 //!
 //! Jobs arrive at random and are scheduled by the daemon's own code. The results depend only on the seed.
 
