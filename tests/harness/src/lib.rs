@@ -48,7 +48,7 @@ const SLOW_TEST: Duration = Duration::from_secs(10);
 static SLOW_TESTS: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
 
 /// Variable that makes suites run everything, also what takes minutes.
-pub const LONG_VARIABLE: &str = "XLAUNCH_TEST_LONG";
+const LONG_VARIABLE: &str = "XLAUNCH_TEST_LONG";
 
 /// Returns whether suites run everything, also what takes minutes.
 #[must_use]
@@ -58,6 +58,14 @@ pub fn is_long() -> bool {
 
 /// A probe of the machine. The error says what is missing and how to get it.
 pub type Requirement = Result<(), String>;
+
+/// Requirement of tests that run only if suites run everything.
+///
+/// # Errors
+/// How to run everything, if they do not.
+pub fn long() -> Requirement {
+    is_long().then_some(()).ok_or_else(|| format!("takes minutes: set {LONG_VARIABLE}=1"))
+}
 
 /// Tests of one module with the same requirements.
 #[derive(Debug)]

@@ -235,8 +235,8 @@ const LARGE_TILES: [&str; 2] =
 
 /// Leaves out most repetitions among cases of attention, which take most of the time here: with bf16,
 /// [`all_variants_of_attention_match_the_cpu`] runs those of [`HOPPER_WIDTHS`]; FP32 and TF32, whose kernels differ in
-/// their multiplications alone, share the others. Half of the cases of attention over a cache, all of which run with
-/// bf16, run with FP32. With bf16, other tests run all cases of gated activations in GEMMs and of symmetric products.
+/// their multiplications alone, share half of all cases. Of attention over a cache, half of the cases run with FP32, and
+/// all with bf16. With bf16, other tests run all cases of gated activations in GEMMs and of symmetric products.
 fn without_repeats(precision: Precision, cases: Vec<Case>) -> Vec<Case> {
     let (mut attention, mut cached) = (0.., 0..);
     let mut is_kept = |name: &str| {
@@ -251,16 +251,19 @@ fn without_repeats(precision: Precision, cases: Vec<Case>) -> Vec<Case> {
             // The same kernels must run here, too.
             let is_repeated = name.contains(GLU) && !name.contains("Silu")
                 || name.contains(ORTHOGONAL) && !name.contains("orthogonalize 9 ");
-            return precision != Precision::Bf16 || !is_repeated;
+            // Bf16 sorts as many experts.
+            return if precision == Precision::Bf16 { !is_repeated } else { !name.contains("of 300") };
         }
-        let is_first = attention.next().is_none_or(is_in_first_half);
+        let index = attention.next().unwrap_or(0);
+        let is_first = is_in_first_half(index);
         match precision {
             // The kernels of the narrowest of these widths must run here too.
             Precision::Bf16 if name.contains(HOPPER_WIDTHS[0]) => is_first,
             Precision::Bf16 => !HOPPER_WIDTHS[1..4].iter().any(|width| name.contains(width)),
             _ if LARGE_TILES.iter().any(|size| name.contains(size)) => false,
-            Precision::Fp32 => is_first,
-            Precision::Tf32 => !is_first,
+            // Without and with rotation, as in halves.
+            Precision::Fp32 => [0, 5].contains(&(index % 8)),
+            Precision::Tf32 => [3, 6].contains(&(index % 8)),
         }
     };
     cases.into_iter().filter(|(name, _)| is_kept(name)).collect()
@@ -281,7 +284,7 @@ fn gated_activations_in_gemms_match_the_cpu() {
         // one with a bias.
         assert_eq!(ran.count(), 2 * (selected(Precision::Bf16, GLU).len() - 1) - 1, "{tiling:?}");
         // The deepest case takes long.
-        same_bits_in_any_order(&backend, "rows: 130, inputs: 72, outputs: 528 }, glu", 8);
+        same_bits_in_any_order(&backend, "rows: 130, inputs: 72, outputs: 528 }, glu", 4);
         same_bits_in_any_order(&backend, "rows: 300, inputs: 456, outputs: 1040 }, glu", 2);
     }
 }
@@ -328,7 +331,7 @@ fn all_variants_of_attention_match_the_cpu() {
             assert_eq!(ran.iter().filter(|ran| *ran == name).count(), count, "{variant:?}: {name}");
         }
     }
-    same_bits_in_any_order(&backend, "seq: 65, heads: 2, kv_heads: 1, width: 64 }", 10);
+    same_bits_in_any_order(&backend, "seq: 65, heads: 2, kv_heads: 1, width: 64 }", 6);
     same_bits_in_any_order(&backend, "seq: 193, heads: 4, kv_heads: 1, width: 128 }", 4);
     same_bits_in_any_order(&backend, "seq: 150, heads: 2, kv_heads: 2, width: 256 }", 4);
 }
@@ -346,7 +349,7 @@ fn gradients_of_two_layers_in_one_kernel_match_the_cpu() {
         let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "weight_grads");
         // All cases except those with rows that are not whole vectors, and those that add.
         assert_eq!(ran.count(), selected(Precision::Bf16, TWO_LAYERS).len() - 2, "{parts} parts");
-        same_bits_in_any_order(&backend, "weights of two layers, 1500", 10);
+        same_bits_in_any_order(&backend, "weights of two layers, 1500", 4);
     }
 }
 
@@ -418,7 +421,7 @@ fn results_do_not_depend_on_the_order_of_threads() {
         "experts 150",
     ];
     for part in parts {
-        same_bits_in_any_order(&backend, part, 6);
+        same_bits_in_any_order(&backend, part, 4);
     }
 }
 

@@ -15,7 +15,7 @@ xlaunch_harness::tests! {
     training_saves_before_a_node_joins_and_before_one_leaves,
     training_that_has_grown_is_stopped_with_a_checkpoint_from_which_both_nodes_resume,
     training_survives_a_cut_that_heals;
-    needs requirements::hosts, long:
+    needs requirements::hosts, xlaunch_harness::long:
     ten_random_failures_leave_the_weights_of_an_undisturbed_run;
 }
 
@@ -24,11 +24,6 @@ const SEED_VARIABLE: &str = "XLAUNCH_TEST_SEED";
 
 /// Flags of a job of two nodes.
 const FLAGS: &str = "--rdzv-conf keep_alive_max_attempt=4,last_call_timeout=1 --max-restarts 30";
-
-fn long() -> xlaunch_harness::Requirement {
-    let missing = || format!("takes minutes: set {}=1", xlaunch_harness::LONG_VARIABLE);
-    xlaunch_harness::is_long().then_some(()).ok_or_else(missing)
-}
 
 /// Hosts that train a job in a directory that they share.
 struct Training {

@@ -32,7 +32,7 @@ fn qk_norm_cases(values: impl Fn(u64, usize) -> Values) -> Vec<Case> {
         (1, 130, 4, 1, 128),
         (2, 9, 2, 1, 256),
         (1, 3, 2, 2, 512),
-        (3, 7, 40, 8, 320),
+        (1, 5, 40, 8, 320),
         (2, 300, 6, 2, 16),
     ] {
         let options = AttentionOptions::new(width);

@@ -5,11 +5,13 @@ use std::process::{Command, ExitCode, Output};
 
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
 use xlaunch_engine::testing::{force_transposed_weight_grads, kernel_names};
+use xlaunch_harness::long;
 
 use crate::{cast_and_mark, child_cases, cpp_compiler, differences, open};
 
 xlaunch_harness::tests! {
-    needs cpp_compiler: all_but_tensor_core_kernels_run_with_warps_of_64;
+    // No supported GPU has such warps, and kernels are compiled again for them.
+    needs cpp_compiler, long: all_but_tensor_core_kernels_run_with_warps_of_64;
 }
 
 /// Variable with the precision and parts of the names of the cases that a child runs, separated by `|`.
