@@ -56,11 +56,12 @@ impl Line {
                     break;
                 }
             } else if let Some(Target::Trainer(config)) = &line.target {
-                return Err(format!(
+                let problem = format!(
                     "{} is a training configuration and takes no arguments, but there is {}",
                     config.display(),
                     first.display()
-                ));
+                );
+                return Err(line.with_resume_hint(problem, std::slice::from_ref(first)));
             } else if bytes == b"--" {
                 let command = rest.to_vec();
                 let target = if name == Name::Torchrun { Target::Script } else { Target::Program };
@@ -127,6 +128,16 @@ impl Line {
     pub(super) fn last(&self, name: &str) -> Option<&Given> {
         assert!(flags::all().any(|flag| flag.name == name), "{name} is not in the table");
         self.given.iter().rfind(|given| given.flag.name == name)
+    }
+
+    /// Adds advice to a problem with surplus arguments that follow `--resume`, whose value is always attached.
+    pub(super) fn with_resume_hint(&self, problem: String, arguments: &[OsString]) -> String {
+        match (self.given.last(), arguments) {
+            (Some(Given { flag, value: None, .. }), [path, ..]) if flag.name == "resume" => {
+                format!("{problem}; to resume from it, write `--resume={}`", path.display())
+            }
+            _ => problem,
+        }
     }
 }
 
@@ -287,6 +298,11 @@ mod tests {
                 "unknown flag --wrong; see --help; a training key is set with `--set SECTION.wrong=-1`",
             ),
             ("a.toml b", "a.toml is a training configuration and takes no arguments, but there is b"),
+            (
+                "a.toml --resume b",
+                "a.toml is a training configuration and takes no arguments, but there is b; to resume from it, write \
+                 `--resume=b`",
+            ),
         ] {
             assert_eq!(Line::read(Name::Xlaunch, &arguments(line)).unwrap_err(), words, "{line}");
         }

@@ -150,7 +150,7 @@ fn request(
             Ok(Request::Trainer(launch, group()?))
         }
         Some(Target::Script(argv)) if name == Name::Xlaunch && !is_for_python(&reader, argv)? => {
-            Err(not_a_script(argv))
+            Err(reader.line.with_resume_hint(not_a_script(argv), argv))
         }
         Some(Target::Script(argv)) => command(argv, false),
         Some(Target::Program(argv)) => command(argv, true),

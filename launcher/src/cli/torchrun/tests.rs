@@ -250,6 +250,10 @@ fn invalid_values_are_refused_with_what_was_expected() {
         ("train t.toml", "training needs no subcommand: `xlaunch t.toml`; `xlaunch -- train` runs a program"),
         ("train --resume", "training needs no subcommand: `xlaunch CONFIG.toml`"),
         ("--hosts a,b - x", "-: other hosts cannot read a script from standard input or a pipe"),
+        (
+            "--resume src t.toml",
+            "a directory without __main__.py, which Python cannot run; to resume from it, write",
+        ),
         ("sleep 5", "sleep is neither a Python script nor a .toml file"),
         ("", "nothing to launch"),
         ("--standalone", "nothing to launch"),
