@@ -338,7 +338,8 @@ pub(crate) fn open_newest<T>(
 /// Opens the weights that the adapter `path` adapts.
 fn open_base(path: &Path, base: &Path) -> Result<Weights> {
     if base.exists() {
-        return Weights::open(base);
+        // PEFT's path may be relative to the working directory, which may be another one when a run is used.
+        return Weights::open(&std::path::absolute(base).unwrap_or_else(|_| base.into()));
     }
     let reason = format!(
         "its adapters need the weights in {0}, but {1}; if they have moved, make {0} a link to them, or give \

@@ -276,4 +276,10 @@ fn tokenizer_and_template_beside_an_adapter_come_first() {
     check("<base>");
     text(&adapter, "<own>");
     check("<own>");
+    // A path that is relative to the working directory is the same in a run that is used from another one.
+    let depth = std::env::current_dir().unwrap().components().count();
+    let relative = Path::new(&"../".repeat(depth)).join(base.strip_prefix("/").unwrap());
+    write(&adapter, &relative, &shape, &[], |_| true);
+    let weights = Weights::open(&adapter).unwrap();
+    assert!(weights.without_adapter().path().is_absolute(), "{weights:?}");
 }
