@@ -2,6 +2,7 @@
 //!
 //! Its errors and panics (mostly caused by expressions that need too many steps) become errors and are not printed.
 
+use std::collections::HashSet;
 use std::sync::OnceLock;
 
 use serde_json::{Map, Value};
@@ -76,6 +77,20 @@ impl Exact {
         // Some errors and panics occur only during encoding.
         self.encode(json, "A b\u{e9}\u{4e16}\n", true).map(|_| ())
     }
+}
+
+/// Returns the parts of a file that decide ids, its added tokens separately, in the form in which the crate writes
+/// them: files of one tokenizer differ in defaults that they leave out, and in how they write merges.
+pub(super) fn parts(json: &str) -> Result<(Value, HashSet<String>), String> {
+    let without_text = |file: &mut Map<String, Value>| {
+        for part in ["post_processor", "decoder"] {
+            file.remove(part);
+        }
+    };
+    let mut file =
+        serde_json::to_value(&*open(json, without_text, true)?).map_err(|error| error.to_string())?;
+    let added = file["added_tokens"].take();
+    Ok((file, added.as_array().into_iter().flatten().map(ToString::to_string).collect()))
 }
 
 fn open(

@@ -270,16 +270,19 @@ impl Tokenizer {
 
     /// Returns whether this is the same tokenizer, with the same ids before a text.
     pub fn same_ids(&self, other: &Self) -> bool {
-        if self.inner.json == other.inner.json {
+        self.inner.added.len() == other.inner.added.len() && self.extends(other)
+    }
+
+    /// Returns whether this is the same tokenizer as `base`, with the same ids before a text, except that it may have
+    /// further added tokens.
+    pub fn extends(&self, base: &Self) -> bool {
+        if self.inner.json == base.inner.json {
             return true;
         }
-        let parse = |tokenizer: &Self| serde_json::from_str::<serde_json::Value>(&tokenizer.inner.json).ok();
-        self.prefix() == other.prefix() && self.vocab() == other.vocab() && {
-            let without_template = |mut file: serde_json::Value| {
-                file["post_processor"] = serde_json::Value::Null;
-                file
-            };
-            parse(self).map(without_template) == parse(other).map(without_template)
+        self.prefix() == base.prefix() && self.vocab() >= base.vocab() && {
+            let parts = |tokenizer: &Self| exact::parts(&tokenizer.inner.json);
+            matches!((parts(self), parts(base)), (Ok((own, added)), Ok((theirs, known)))
+                if own == theirs && known.is_subset(&added))
         }
     }
 

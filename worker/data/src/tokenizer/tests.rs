@@ -39,6 +39,38 @@ fn tokenizers_come_back_from_their_files() {
 }
 
 #[test]
+fn tokenizer_saved_by_another_program_has_the_same_ids() {
+    let file: Value = serde_json::from_str(&pairs(&split(&["."]), &Value::Null)).unwrap();
+    let opened = |file: &Value| Tokenizer::from_json(file.to_string().as_bytes()).unwrap();
+    let changed = |change: &dyn Fn(&mut Value)| {
+        let mut file = file.clone();
+        change(&mut file);
+        opened(&file)
+    };
+    let own = opened(&file);
+    let saved = changed(&|file| {
+        let merges = file["model"]["merges"].as_array().unwrap().iter();
+        let text = |merge: &Value| [&merge[0], &merge[1]].map(|part| part.as_str().unwrap()).join(" ");
+        file["model"]["merges"] = merges.map(text).collect();
+        file["model"]["ignore_merges"] = false.into();
+        file["truncation"] =
+            json!({"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0});
+    });
+    assert!(own.same_ids(&saved) && saved.same_ids(&own));
+    let more = changed(&|file| {
+        let id = own.vocab();
+        let token = json!({"id": id, "content": "<new>", "special": true, "single_word": false, "lstrip": false,
+                           "rstrip": false, "normalized": false});
+        let mut tokens = file["added_tokens"].as_array().cloned().unwrap_or_default();
+        tokens.push(token);
+        file["added_tokens"] = tokens.into();
+    });
+    assert!(more.extends(&own) && !own.extends(&more) && !more.same_ids(&own));
+    let other = changed(&|file| file["normalizer"] = json!({"type": "Lowercase"}));
+    assert!(!other.extends(&own) && !own.same_ids(&other));
+}
+
+#[test]
 fn long_texts_have_the_ids_of_the_whole() {
     let gpt2 = Tokenizer::gpt2();
     let words: String = (0..40_000).map(|n| format!("{n} it's  \u{4e16},\n")).collect();
