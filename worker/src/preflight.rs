@@ -6,6 +6,7 @@ mod source;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use xlaunch_data::Tokenizer;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::{DataSection, DataSource, Invalid, JobSpec, TrainSection};
 use xlaunch_spec::lineage::Fingerprint;
@@ -14,7 +15,7 @@ use xlaunch_spec::refusal::Refusal;
 
 use crate::checkpoint::directory;
 use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, Parent, State};
-use crate::data::{Mixture, SourceUse, TokenizerSource};
+use crate::data::{self, Mismatch, Mixture, SourceUse, TokenizerSource};
 use crate::error::WorkerError;
 use crate::fail;
 use crate::model::layout::Layout;
@@ -57,6 +58,8 @@ struct Planned {
     data: Fingerprint,
     /// The sequences to train on.
     train: Mixture,
+    /// Tokenizer of the training data, if it is known, after the beginning of a message about it.
+    tokenizer: Option<(&'static str, Tokenizer)>,
     /// Number of ranks.
     world: u32,
 }
@@ -138,7 +141,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     let shape = &planned.shape;
     let layout = Layout::of_job(spec, shape).map_err(usage)?;
     let layout = layout.trained();
-    check_init(spec, shape, &mut ready)?;
+    let init = open_init(spec, shape, &mut ready)?;
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
     let dir = spec.checkpoint.dir.as_ref().map(Path::new);
     match dir {
@@ -150,6 +153,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
         || match source::find(spec, (shape, layout), job_dir, &is_complete, &mut ready.warnings)? {
             Some(path) => resume(spec, &planned, path, &mut ready),
             None => {
+                check_tokenizer(init.as_ref(), planned.tokenizer.as_ref(), &mut ready.warnings)?;
                 planned.schedule(spec, None, &mut ready)?;
                 start_afresh(spec, job_dir, &mut ready.warnings)
             }
@@ -160,13 +164,38 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     }
 }
 
-/// Checks the initial weights, without reading the values.
-fn check_init(spec: &JobSpec, shape: &ModelShape, ready: &mut Preflight) -> Result<(), Refusal> {
-    if let Some(path) = &spec.checkpoint.init {
-        let weights = Weights::open(Path::new(path))?;
-        weights.check(shape)?;
-        ready.warnings.extend(weights.note());
-        weights.check_adapter(spec, shape)?;
+/// Opens and checks the initial weights, without reading the values.
+fn open_init(spec: &JobSpec, shape: &ModelShape, ready: &mut Preflight) -> Result<Option<Weights>, Refusal> {
+    let Some(path) = &spec.checkpoint.init else { return Ok(None) };
+    let weights = Weights::open(Path::new(path))?;
+    weights.check(shape)?;
+    ready.warnings.extend(weights.note());
+    weights.check_adapter(spec, shape)?;
+    Ok(Some(weights))
+}
+
+/// Refuses to start training on data of another tokenizer than that of the initial weights: its ids stand for other
+/// text. Whether texts begin with an id of their own is the user's choice.
+fn check_tokenizer(
+    init: Option<&Weights>,
+    data: Option<&(&str, Tokenizer)>,
+    warnings: &mut Vec<String>,
+) -> Result<(), Refusal> {
+    let (Some(init), Some((data, theirs))) = (init, data) else { return Ok(()) };
+    let own = match init.tokenizer() {
+        Ok(Some(own)) => own,
+        Ok(None) => return Ok(()),
+        Err(error) => {
+            warnings.push(format!(
+                "the tokenizer of checkpoint.init is not compared with that of data.train: {error}"
+            ));
+            return Ok(());
+        }
+    };
+    match data::tokenizer_mismatch(data, theirs, &own) {
+        None => {}
+        Some(Mismatch::Bos(message)) => warnings.push(message),
+        Some(Mismatch::Ids(message)) => return Err(Refusal { exit: ExitCode::Data, message }),
     }
     Ok(())
 }
@@ -188,12 +217,13 @@ pub fn preflight_data(spec: &JobSpec, world: u32) -> Result<Preflight, Refusal> 
 /// search for one to resume from would lock and clean the directory.
 pub fn preflight_dry_run(spec: &JobSpec, world: u32) -> Result<Preflight, Refusal> {
     let (mut ready, planned) = check_data(spec, world)?;
-    check_init(spec, &planned.shape, &mut ready)?;
+    let init = open_init(spec, &planned.shape, &mut ready)?;
     if let Some(path) = spec.checkpoint.resume_path() {
         let (path, rejected) = directory::locate(path)?;
         ready.warnings.extend(rejected.into_iter().map(|(_, error)| error.to_string()));
         check_continued(spec, &planned, &path, &mut ready)?;
     } else {
+        check_tokenizer(init.as_ref(), planned.tokenizer.as_ref(), &mut ready.warnings)?;
         planned.schedule(spec, None, &mut ready)?;
     }
     Ok(ready)
@@ -250,11 +280,13 @@ fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusa
         ready.warnings.push(format!("data.val_fraction has no effect: {reason}"));
     }
     // Checkpoints contain the tokenizer even if no text is sampled.
-    dataset.tokenizer.load().map_err(WorkerError::from)?;
+    let tokenizer = dataset.tokenizer.load().map_err(WorkerError::from)?;
+    let beginning = if is_prepared { "data.train was prepared with" } else { "data.train is read with" };
+    let tokenizer = tokenizer.map(|tokenizer| (beginning, tokenizer));
     let layout = Layout::of_job(spec, &shape).map_err(usage)?;
     ready.state_bytes = (layout.trained().len as u64).saturating_mul(BYTES_PER_PARAMETER);
     ready.epoch_tokens = dataset.train.rows() * shape.seq as u64;
-    let planned = Planned { shape, data, train: dataset.train, world };
+    let planned = Planned { shape, data, train: dataset.train, tokenizer, world };
     Ok((ready, planned))
 }
 
@@ -386,6 +418,7 @@ fn abandon(dir: &Path, after: Option<u64>, warnings: &mut Vec<String>) -> Result
 
 #[cfg(test)]
 mod tests {
+    use xlaunch_data::TOKENIZER_FILE;
     use xlaunch_spec::job::CheckpointSection;
 
     use super::*;
@@ -431,6 +464,38 @@ mod tests {
             );
         }
         assert!(warnings("*").is_empty());
+    }
+
+    #[test]
+    fn data_of_another_tokenizer_is_refused_and_another_bos_is_a_warning() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs_err::write(dir.path().join(name), text).unwrap();
+        write(
+            "config.json",
+            r#"{"model_type": "llama", "vocab_size": 50257, "hidden_size": 16, "intermediate_size": 8,
+                "num_hidden_layers": 1, "num_attention_heads": 2}"#,
+        );
+        let model = Weights::open(dir.path()).unwrap();
+        let check = |data: Tokenizer| {
+            let mut warnings = Vec::new();
+            let data = ("data.train was prepared with", data);
+            check_tokenizer(Some(&model), Some(&data), &mut warnings).map(|()| warnings)
+        };
+        let gpt2 = Tokenizer::gpt2();
+        assert!(check(gpt2.clone()).unwrap().is_empty(), "the model's own is unknown");
+        write(TOKENIZER_FILE, &gpt2.to_json());
+        assert!(check(gpt2.clone()).unwrap().is_empty());
+        let warnings = check(gpt2.with_bos(gpt2.end_of_text()).unwrap()).unwrap();
+        assert!(warnings.len() == 1 && warnings[0].contains("prepared with --bos always"), "{warnings:?}");
+        let message = check(Tokenizer::bytes()).unwrap_err().message;
+        assert!(
+            message.starts_with("data.train was prepared with tokenizer `bytes` (hash ")
+                && message.contains("but the model has `gpt2` (hash "),
+            "{message}"
+        );
+        write(TOKENIZER_FILE, "{}");
+        let warnings = check(gpt2).unwrap();
+        assert!(warnings.len() == 1 && warnings[0].contains("is not compared"), "{warnings:?}");
     }
 
     #[test]

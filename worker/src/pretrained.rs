@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
 use rayon::ThreadPool;
-use xlaunch_data::{TOKENIZER_FILE, Tokenizer, TokenizerError};
+use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
 use xlaunch_engine::{Backend, CudaOptions, EngineError, PoolMode, Work};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
@@ -90,17 +90,10 @@ impl Source {
 
     fn hugging_face(path: &Path) -> Result<Self, Refusal> {
         let directory = huggingface::Directory::open(path).map_err(WorkerError::from)?;
-        let file = path.join(TOKENIZER_FILE);
-        let tokenizer = file.exists().then(|| Tokenizer::from_file(&file)).transpose();
-        Ok(Self {
-            shape: directory.shape().clone(),
-            tokenizer: tokenizer.map_err(|error| tokenizer_refusal(&error, ExitCode::Data))?,
-            inherited: Some(Inherited::read(path)),
-            is_run: false,
-            notes: directory.note().into_iter().collect(),
-            path: path.into(),
-            weights: Weights::HuggingFace(Box::new(directory)),
-        })
+        let (shape, notes) = (directory.shape().clone(), directory.note().into_iter().collect());
+        let weights = Weights::HuggingFace(Box::new(directory));
+        let (tokenizer, inherited) = (weights.tokenizer()?, Some(Inherited::read(path)));
+        Ok(Self { shape, tokenizer, inherited, is_run: false, notes, path: path.into(), weights })
     }
 
     /// Adds the adapter at `path`, if there is one.
@@ -112,15 +105,8 @@ impl Source {
 
     /// Replaces the weights by the same with an adapter. Files of a tokenizer that came with it come first.
     fn adapted(self, weights: Weights) -> Result<Self, Refusal> {
-        let path = weights.path();
-        let tokenizer = if crate::peft::PeftDirectory::is_one(path) {
-            let file = path.join(TOKENIZER_FILE);
-            let tokenizer = file.is_file().then(|| Tokenizer::from_file(&file)).transpose();
-            tokenizer.map_err(|error| tokenizer_refusal(&error, ExitCode::Data))?
-        } else {
-            checkpoint::tokenizer(path)?
-        };
-        let (tokenizer, inherited) = (tokenizer.or(self.tokenizer), weights.inherited().or(self.inherited));
+        let (tokenizer, inherited) =
+            (weights.tokenizer()?.or(self.tokenizer), weights.inherited().or(self.inherited));
         Ok(Self { tokenizer, inherited, weights, ..self })
     }
 
@@ -128,7 +114,7 @@ impl Source {
     pub fn tokenizer(&self, name: Option<&str>) -> Result<Tokenizer, Refusal> {
         let tokenizer = match (name, &self.tokenizer) {
             (Some(name), _) => {
-                Tokenizer::open(name).map_err(|error| tokenizer_refusal(&error, ExitCode::Usage))?
+                Tokenizer::open(name).map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?
             }
             (None, Some(tokenizer)) => tokenizer.clone(),
             (None, None) if !self.is_run => {
@@ -278,8 +264,4 @@ fn skipped((path, error): &(PathBuf, CheckpointError)) -> String {
 fn not_a_model(path: &Path) -> Refusal {
     let message = format!("{} is {}", path.display(), hub::no_model(path));
     Refusal { exit: ExitCode::Usage, message }
-}
-
-fn tokenizer_refusal(error: &TokenizerError, exit: ExitCode) -> Refusal {
-    Refusal { exit, message: error.to_string() }
 }

@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use xlaunch_data::TOKENIZER_FILE;
+use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
 use xlaunch_spec::job::{Invalid, JobSpec};
 use xlaunch_spec::model::{ModelShape, Positions};
 
 use crate::adapter::{Adapter, ValuesHash};
 use crate::checkpoint::{self, Abandoned, CheckpointError, Frozen, Piece, Sink, State, directory};
-use crate::data::{Dataset, TokenizerSource};
+use crate::data::{DataError, Dataset, TokenizerSource};
 use crate::error::{Result, WorkerError};
 use crate::hub;
 use crate::huggingface::{Directory, ModelError, refuse_other_weights};
@@ -273,9 +273,30 @@ impl Weights {
     }
 
     /// Returns the file of the model's tokenizer, if it came with one.
-    fn tokenizer(&self) -> Option<PathBuf> {
+    fn tokenizer_file(&self) -> Option<PathBuf> {
         let own = Some(self.path().join(TOKENIZER_FILE)).filter(|path| path.is_file());
-        own.or_else(|| self.adapter().and_then(|_| self.without_adapter().tokenizer()))
+        own.or_else(|| self.adapter().and_then(|_| self.without_adapter().tokenizer_file()))
+    }
+
+    /// Opens the tokenizer that the model was trained with, if it is known. That of an adapter comes first.
+    pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
+        let (path, of_run) = match self {
+            Self::HuggingFace(directory) => (directory.path(), false),
+            Self::Checkpoint(path, _) => (&**path, true),
+            Self::Adapted(adapted) => (&*adapted.path, adapted.state.is_some()),
+            Self::File(_) => return Ok(None),
+        };
+        let own = if of_run {
+            checkpoint::tokenizer(path)?
+        } else {
+            let file = path.join(TOKENIZER_FILE);
+            let opened = file.is_file().then(|| Tokenizer::from_file(&file)).transpose();
+            opened.map_err(|error| DataError::Tokenizer { reason: error.to_string() })?
+        };
+        match self {
+            Self::Adapted(adapted) if own.is_none() => adapted.base.tokenizer(),
+            _ => Ok(own),
+        }
     }
 
     fn check_shape(&self, wanted: &ModelShape) -> Result<()> {
@@ -356,7 +377,7 @@ pub fn dataset(spec: &JobSpec, shape: &ModelShape) -> Result<Dataset> {
     let mut dataset = Dataset::open(spec, shape)?;
     if let Some(init) =
         spec.checkpoint.init.as_ref().filter(|_| dataset.tokenizer == TokenizerSource::Unknown)
-        && let Some(path) = Weights::open(Path::new(init))?.tokenizer()
+        && let Some(path) = Weights::open(Path::new(init))?.tokenizer_file()
     {
         dataset.tokenizer = TokenizerSource::File { path, manifest: None };
     }

@@ -114,6 +114,18 @@ fn damaged_model_directory_is_refused_before_any_run() {
     assert_eq!(output.code, 65, "{}", output.stderr);
     assert!(output.stderr.contains("out/model.safetensors: tensor"), "{}", output.stderr);
     std::fs::write(&weights, &whole).unwrap();
+    // Ids of other text.
+    let tokenizer = job.path().join("out/tokenizer.json");
+    let own = std::fs::read(&tokenizer).unwrap();
+    let other = r#"{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}"#;
+    std::fs::write(&tokenizer, other).unwrap();
+    for args in [&[][..], &["--dry-run"]] {
+        let output = job.run(args);
+        assert_eq!(output.code, 65, "{}", output.stderr);
+        let words = "data.train is read with tokenizer `bytes`";
+        assert!(output.stderr.contains(words), "{}", output.stderr);
+    }
+    std::fs::write(&tokenizer, own).unwrap();
     let mut changed: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
     changed["clip_qkv"] = 8.0.into();
     std::fs::write(&config, changed.to_string()).unwrap();

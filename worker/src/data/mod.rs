@@ -38,8 +38,8 @@ pub use loader::{Loader, Schedule};
 pub use mixture::{Mixture, Source, SourceUse};
 pub use order::Order;
 pub use packing::{Packing, PackingSummary};
-pub(crate) use prepared::Prepared;
 pub use prepared::TokenizerSource;
+pub(crate) use prepared::{Mismatch, Prepared, tokenizer_mismatch};
 pub use row_plan::{RowPlan, Starts};
 pub use source::Tokens;
 #[cfg(feature = "fuzzing")]

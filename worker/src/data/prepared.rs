@@ -195,6 +195,35 @@ impl Prepared {
     }
 }
 
+/// Difference between the tokenizer of data and that of a model, as a message for the user.
+#[derive(Debug)]
+pub(crate) enum Mismatch {
+    /// Only one of them begins texts with an id of its own.
+    Bos(String),
+    /// The same ids stand for other text.
+    Ids(String),
+}
+
+/// Compares the tokenizer of data with that of a model. The data may have further added tokens. `data` begins the
+/// message: "DIR was prepared with".
+pub(crate) fn tokenizer_mismatch(data: &str, theirs: &Tokenizer, own: &Tokenizer) -> Option<Mismatch> {
+    if theirs.extends(own) {
+        return None;
+    }
+    if own.with_bos(theirs.bos()).is_ok_and(|own| theirs.extends(&own)) {
+        let [own, theirs] = [own, theirs].map(|of| of.bos().map_or("never", |_| "always"));
+        let message = format!(
+            "{data} --bos {theirs}, but the model was trained with --bos {own}: prepare the text with --bos {own}"
+        );
+        return (own != theirs).then_some(Mismatch::Bos(message));
+    }
+    let [own, theirs] = [own, theirs].map(Tokenizer::label);
+    Some(Mismatch::Ids(format!(
+        "{data} tokenizer {theirs}, but the model has {own}: prepare the text with the model's (`xlaunch data prepare \
+         --tokenizer MODEL`)"
+    )))
+}
+
 /// Way to turn the ids of a job's data into text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenizerSource {

@@ -16,7 +16,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::{DocumentMode, Tokenizer as Format};
 use xlaunch_spec::model::ModelShape;
 
-use crate::data::{self, Batch, DataError, Mixture, Order, Prepared, RowPlan, Schedule, Tokens};
+use crate::data::{self, Batch, DataError, Mismatch, Mixture, Order, Prepared, RowPlan, Schedule, Tokens};
 use crate::error::WorkerError;
 use crate::model::{BackendHandle, Model, Rows};
 use xlaunch_spec::refusal::Refusal;
@@ -91,21 +91,9 @@ impl Held {
         let data = |error: DataError| Refusal::from(WorkerError::from(error));
         let prepared = Prepared::open("--data", dir, 1.0).map_err(data)?;
         if let (Some(theirs), Some(own)) = (prepared.tokenizer().load().map_err(data)?, tokenizer) {
-            if own.bos() != theirs.bos() && own.with_bos(theirs.bos()).is_ok_and(|own| own.same_ids(&theirs))
-            {
-                let [own, theirs] =
-                    [own, &theirs].map(|of| if of.bos().is_some() { "always" } else { "never" });
-                return Err(refused(format!(
-                    "{dir} was prepared with --bos {theirs}, but the model was trained with --bos {own}: prepare the \
-                     text with --bos {own}"
-                )));
-            }
-            if !own.same_ids(&theirs) {
-                let [own, theirs] = [own, &theirs].map(Tokenizer::label);
-                return Err(refused(format!(
-                    "{dir} was prepared with tokenizer {theirs}, but the model has {own}: prepare the text with the \
-                     model's"
-                )));
+            let mismatch = data::tokenizer_mismatch(&format!("{dir} was prepared with"), &theirs, own);
+            if let Some(Mismatch::Bos(message) | Mismatch::Ids(message)) = mismatch {
+                return Err(refused(message));
             }
         }
         let tokens = prepared.val(shape.vocab).map_err(data)?;
