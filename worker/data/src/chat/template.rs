@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use chrono::{Local, NaiveDateTime};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value};
+use minijinja::value::{Kwargs, Serde, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, context};
 
 use super::content::ContentForms;
@@ -121,7 +121,9 @@ impl Template {
                     "`for` over none, which is not iterable",
                 ));
             }
-            Ok(sequence)
+            // Without a length, `loop` has neither `last` nor `length`.
+            let has_length = sequence.kind() != ValueKind::String && sequence.len().is_some();
+            Ok(if has_length { sequence } else { sequence.try_iter()?.collect() })
         });
         environment.add_function("strftime_now", move |format: String| python::strftime(&format, now));
         environment.add_function(GENERATION, |state: &mut State<'_, '_>, options: Kwargs| {
@@ -506,6 +508,16 @@ mod tests {
     fn macros_and_calls_see_variables_that_they_take_a_slice_of_or_replace() {
         let messages = json!([
             {"role": "system", "content": "S"}, {"role": "user", "content": "hello"},
+            // The length of a string and of a generator.
+            (
+                "{% for c in 'a\u{e9}' %}{{ c }}{{ loop.length ~ loop.revindex ~ loop.last }}{% endfor %}",
+                "a22Falseé21True",
+            ),
+            ("{% for c in ('abc' | reverse)[:2] %}{{ c }}{% if loop.last %}.{% endif %}{% endfor %}", "cb."),
+            (
+                "{% for x in messages[0].list | map('string') | reverse %}{{ x ~ loop.revindex0 }}{% endfor %}",
+                "1130",
+            ),
             {"role": "assistant", "content": "abc"}
         ]);
         for (template, expected) in [
