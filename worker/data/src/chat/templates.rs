@@ -36,6 +36,10 @@ pub struct Templates {
     pub(crate) copies: Vec<(&'static str, String)>,
 }
 
+/// Takes the place of the default template of a tokenizer that has only one for chats with tools.
+const ONLY_WITH_TOOLS: &str =
+    "{{ raise_exception('there is no template `default`, and `tool_use` is for chats with `tools`') }}";
+
 /// The text of templates.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Sources {
@@ -87,7 +91,11 @@ impl Templates {
                 config_text = Some(Json::from(config.clone()).to_string());
             }
         }
-        let default = sources.default.ok_or_else(|| missing(tokenizer, &template_names(&config)))?;
+        let default = match sources.default {
+            Some(default) => default,
+            None if sources.with_tools.is_some() => ONLY_WITH_TOOLS.into(),
+            None => return Err(missing(tokenizer, &template_names(&config))),
+        };
         let tokens = || template_tokens(&config, &special);
         let mut hashed = default.clone();
         if let Some(other) = &sources.with_tools {
@@ -243,12 +251,22 @@ mod tests {
             Some(("plain", "tools"))
         );
         assert_eq!(config["eos_token"], "</s>");
-        for named in [json!([{"name": "tool_use", "template": "tools"}]), json!({"tool_use": "tools"})] {
-            let bare = tempfile::tempdir().unwrap();
-            let config = json!({ "chat_template": named });
-            fs_err::write(bare.path().join(CONFIG_FILE), config.to_string()).unwrap();
-            let error = Templates::find(&bare.path().display().to_string(), None).unwrap_err();
-            assert!(error.contains("no chat template of the name `default`, only `tool_use`"), "{error}");
+        for name in ["tool_use", "rag"] {
+            for named in [json!([{"name": name, "template": "tools"}]), json!({ name: "tools" })] {
+                let bare = tempfile::tempdir().unwrap();
+                let config = json!({ "chat_template": named });
+                fs_err::write(bare.path().join(CONFIG_FILE), config.to_string()).unwrap();
+                let found = Templates::find(&bare.path().display().to_string(), None);
+                let error = if name == "tool_use" {
+                    let found = found.unwrap();
+                    assert_eq!(found.both().1.unwrap().render(&none, &none, false).unwrap(), "tools");
+                    assert_eq!(found.copies.len(), 1);
+                    found.both().0.render(&none, &none, false).unwrap_err()
+                } else {
+                    found.unwrap_err()
+                };
+                assert!(error.contains("`default`") && error.contains(&format!("`{name}`")), "{error}");
+            }
         }
         let only = Templates::find("bytes", Some(&dir.path().join(TEMPLATE_FILE))).unwrap();
         assert!(only.both().1.is_none());
