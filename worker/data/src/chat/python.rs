@@ -2,18 +2,44 @@
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
+use std::ops::RangeInclusive;
 
 use chrono::NaiveDateTime;
 use chrono::format::{Item, StrftimeItems};
 use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind, from_args};
-use minijinja::{Error, ErrorKind, Output, State, escape_formatter};
+use minijinja::{Error, ErrorKind, Output, State, escape_formatter, filters};
 use minijinja_contrib::pycompat::unknown_method_callback;
+use unicode_categories::UnicodeCategories;
 
-use super::json::{Number, float};
+use super::json::{self, Number};
 
 /// Characters that end lines; a carriage return and a line feed end one line.
 const LINE_ENDS: [char; 10] =
     ['\n', '\r', '\x0b', '\x0c', '\x1c', '\x1d', '\x1e', '\u{85}', '\u{2028}', '\u{2029}'];
+
+/// Digits that are not decimal (Unicode's `Numeric_Type=Digit`), such as superscripts.
+const OTHER_DIGITS: [RangeInclusive<char>; 20] = [
+    '\u{b2}'..='\u{b3}',
+    '\u{b9}'..='\u{b9}',
+    '\u{1369}'..='\u{1371}',
+    '\u{19da}'..='\u{19da}',
+    '\u{2070}'..='\u{2070}',
+    '\u{2074}'..='\u{2079}',
+    '\u{2080}'..='\u{2089}',
+    '\u{2460}'..='\u{2468}',
+    '\u{2474}'..='\u{247c}',
+    '\u{2488}'..='\u{2490}',
+    '\u{24ea}'..='\u{24ea}',
+    '\u{24f5}'..='\u{24fd}',
+    '\u{24ff}'..='\u{24ff}',
+    '\u{2776}'..='\u{277e}',
+    '\u{2780}'..='\u{2788}',
+    '\u{278a}'..='\u{2792}',
+    '\u{10a40}'..='\u{10a43}',
+    '\u{10e60}'..='\u{10e68}',
+    '\u{11052}'..='\u{1105a}',
+    '\u{1f100}'..='\u{1f10a}',
+];
 
 /// Methods of strings that `minijinja` and its own emulation of Python lack, or that treat white space otherwise.
 pub(super) fn method(
@@ -56,6 +82,14 @@ pub(super) fn method(
         "isspace" => {
             let () = from_args(arguments)?;
             Ok((!text.is_empty() && text.chars().all(is_space)).into())
+        }
+        "isdecimal" | "isdigit" => {
+            let () = from_args(arguments)?;
+            let is_other = |character: char| OTHER_DIGITS.iter().any(|range| range.contains(&character));
+            let is_digit = |character: char| {
+                character.is_number_decimal_digit() || name == "isdigit" && is_other(character)
+            };
+            Ok((!text.is_empty() && text.chars().all(is_digit)).into())
         }
         "title" => {
             let () = from_args(arguments)?;
@@ -183,20 +217,72 @@ pub(super) fn escape(value: &Value) -> Result<Value, Error> {
     Ok(Value::from_safe_string(out))
 }
 
-/// Jinja's filter `default`. `None` as an argument is a value, unlike for other optional arguments.
+/// Jinja's filter `default`.
 pub(super) fn default(value: Value, positional: Rest<Value>, options: Kwargs) -> Result<Value, Error> {
     let mut positional = positional.0.into_iter();
-    let mut argument = |name: &str, default: Value| match positional.next() {
-        Some(value) => Ok(value),
-        None if options.has(name) => options.get(name),
-        None => Ok(default),
-    };
-    let (other, boolean) = (argument("default_value", "".into())?, argument("boolean", false.into())?);
+    let other = argument(&mut positional, &options, "default_value", "".into())?;
+    let boolean = argument(&mut positional, &options, "boolean", false.into())?;
     if positional.next().is_some() {
         return Err(Error::from(ErrorKind::TooManyArguments));
     }
     options.assert_all_used()?;
     Ok(if value.is_undefined() || boolean.is_true() && !value.is_true() { other } else { value })
+}
+
+/// Jinja's filter `int`.
+pub(super) fn int(
+    state: &State<'_, '_>,
+    value: &Value,
+    positional: Rest<Value>,
+    options: Kwargs,
+) -> Result<Value, Error> {
+    let mut positional = positional.0.into_iter();
+    let default = argument(&mut positional, &options, "default", 0.into())?;
+    let base = argument(&mut positional, &options, "base", 10.into())?;
+    if is_integer(value) {
+        return Ok(value.clone());
+    }
+    filters::int(state, &readable(value)?, Some(default), Some(base.try_into()?), options)
+}
+
+/// Jinja's filter `float`.
+pub(super) fn float(
+    state: &State<'_, '_>,
+    value: &Value,
+    positional: Rest<Value>,
+    options: Kwargs,
+) -> Result<Value, Error> {
+    let default = argument(&mut positional.0.into_iter(), &options, "default", 0.0.into())?;
+    if is_float(value) {
+        return Ok(value.clone());
+    }
+    filters::float(state, &readable(value)?, Some(default), options)
+}
+
+/// Returns a value without white space around it. Numbers that `minijinja` cannot read, such as `1_000`, are refused:
+/// it would take the default.
+fn readable(value: &Value) -> Result<Value, Error> {
+    let is_unread = |character: char| character == '_' || !character.is_ascii() && character.is_numeric();
+    let text = value.as_str().map(|text| strip(text, "strip", None));
+    if text.map_or(value.downcast_object_ref::<Number>().is_some(), |text| text.contains(is_unread)) {
+        let reason = format!("conversion of {} to a number is not supported", self::text(value)?);
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
+    }
+    Ok(text.map_or_else(|| value.clone(), Value::from))
+}
+
+/// Returns the next positional argument, or that of this name. `None` is a value, unlike for other optional arguments.
+fn argument(
+    positional: &mut impl Iterator<Item = Value>,
+    options: &Kwargs,
+    name: &str,
+    default: Value,
+) -> Result<Value, Error> {
+    match positional.next() {
+        Some(value) => Ok(value),
+        None if options.has(name) => options.get(name),
+        None => Ok(default),
+    }
 }
 
 /// Jinja's filter `indent`.
@@ -284,7 +370,7 @@ fn repr(value: &Value, out: &mut String) -> Result<(), Error> {
         ValueKind::Bool => out.push_str(if value.is_true() { "True" } else { "False" }),
         ValueKind::Number if !value.is_integer() => {
             let number = f64::try_from(value.clone())?;
-            out.push_str(&float(number));
+            out.push_str(&json::float(number));
         }
         ValueKind::String => repr_text(value.as_str().unwrap_or_default(), out),
         ValueKind::Map => {
@@ -386,6 +472,8 @@ mod tests {
         environment.add_filter("trim", trim);
         environment.add_filter("indent", indent);
         environment.add_filter("default", default);
+        environment.add_filter("int", int);
+        environment.add_filter("float", float);
         environment.add_filter("string", |value: &Value| text(value).map(Cow::into_owned));
         environment.render_str(template, context! { value => parse_json(value).unwrap() }).unwrap()
     }
@@ -436,6 +524,16 @@ mod tests {
             ("'a\rb\r\nc'.splitlines(keepends=true)", "'a\\r', 'b\\r\\n', 'c'"),
             ("'\x1c'.isspace()", "True"),
             ("'tool_result of_É1a'.title()", "'Tool_Result Of_É1A'"),
+            (
+                "'7\u{663}'.isdigit(), '7\u{b2}'.isdigit(), '\u{bd}'.isdigit(), ''.isdigit()",
+                "True, True, False, False",
+            ),
+            ("'7\u{663}'.isdecimal(), '7\u{b2}'.isdecimal(), '\u{bd}'.isnumeric()", "True, False, True"),
+            (
+                "' 7 ' | int, '7.9' | int, 'x' | int, [] | int, 'x' | int(3), 'ff' | int(base=16)",
+                "7, 7, 0, 0, 3, 255",
+            ),
+            ("'x' | float, ' 7 ' | float, 'x' | float(default=none), none | int", "0.0, 7.0, None, 0"),
             ("'a=b'.partition('=')", "'a', '=', 'b'"),
             ("x | default, x | default('a'), x | default(default_value='b')", "'', 'a', 'b'"),
             (
@@ -463,10 +561,19 @@ mod tests {
         environment.set_unknown_method_callback(method);
         environment.add_filter("indent", indent);
         environment.add_filter("default", default);
-        for template in
-            ["x | indent", "3 | indent", "','.join(['a', 1])", "','.join([none])", "x | default(1, 2, 3)"]
-        {
-            environment.render_str(&format!("{{{{ {template} }}}}"), ()).unwrap_err();
+        environment.add_filter("int", int);
+        let value = parse_json("1e20").unwrap();
+        for template in [
+            "x | indent",
+            "3 | indent",
+            "','.join(['a', 1])",
+            "','.join([none])",
+            "x | default(1, 2, 3)",
+            "'1_000' | int",
+            "value | int",
+        ] {
+            let context = context! { value => value.clone() };
+            environment.render_str(&format!("{{{{ {template} }}}}"), context).unwrap_err();
         }
     }
 

@@ -12,7 +12,7 @@ pub(super) const GENERATION: &str = "xlaunch_generation";
 pub(super) const ITERABLE: &str = "xlaunch_iterable";
 
 /// Methods of Python's dictionaries. `object.items` is the method there, and the key in `minijinja`.
-const METHODS: [&str; 11] =
+pub(super) const METHODS: [&str; 11] =
     ["clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"];
 
 /// Words of the template language that are not variables.

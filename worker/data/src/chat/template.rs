@@ -12,7 +12,7 @@ use minijinja::{Environment, Error, ErrorKind, State, context};
 
 use super::content::ContentForms;
 use super::literals::rewrite_escapes;
-use super::rewrite::{GENERATION, ITERABLE, rewrite, uncalled_method};
+use super::rewrite::{GENERATION, ITERABLE, METHODS, rewrite, uncalled_method};
 use super::{json, python, row};
 
 /// Name of the template in its environment.
@@ -97,6 +97,8 @@ impl Template {
         environment.add_filter("indent", python::indent);
         environment.add_filter("default", python::default);
         environment.add_filter("d", python::default);
+        environment.add_filter("int", python::int);
+        environment.add_filter("float", python::float);
         environment.add_filter("string", |value: &Value| python::text(value).map(Cow::into_owned));
         // Jinja lacks these, or has others of these names.
         for filter in ["attr", "bool", "chain", "lines", "pprint", "split", "zip"] {
@@ -278,9 +280,30 @@ fn render(
         ..context! { tools => (), documents => () }
     };
     let template = environment.get_template(NAME).map_err(|error| error.to_string())?;
-    template
-        .render(values)
-        .map_err(|error| format!("the chat template rejects the messages: {}", reason(&error)))
+    template.render(values).map_err(|error| {
+        let problem = if is_unsupported(&error) {
+            "xlaunch does not support the chat template"
+        } else {
+            "the chat template rejects the messages"
+        };
+        format!("{problem}: {}", reason(&error))
+    })
+}
+
+/// Returns whether the cause is something that a template uses and that is missing here, whatever the messages are.
+fn is_unsupported(error: &Error) -> bool {
+    let detail = error.detail().unwrap_or_default();
+    match error.kind() {
+        ErrorKind::UnknownFilter | ErrorKind::UnknownTest | ErrorKind::UnknownFunction => true,
+        // Messages may have a string where the template expects a dictionary.
+        ErrorKind::UnknownMethod => {
+            detail.strip_prefix("string has no method named ").is_some_and(|name| !METHODS.contains(&name))
+        }
+        ErrorKind::InvalidOperation => {
+            detail.starts_with("tried to use % operator on unsupported types string")
+        }
+        _ => false,
+    }
 }
 
 /// Describes an error with its line in the template.
@@ -485,6 +508,16 @@ mod tests {
             ("{% for x in (messages[0].list if true else none) %}{{ x }}{% endfor %}", "31"),
             ("{% for x\n  in\n  messages[0].content.split() %}{{ x }}{{ loop.length }}{% endfor %}", "a2b2"),
             ("{% for m in messages %}{% for x in m.list[loop.index:] %}{{ x }}{% endfor %}{% endfor %}", "1"),
+            // The length of a string and of a generator.
+            (
+                "{% for c in 'a\u{e9}' %}{{ c }}{{ loop.length ~ loop.revindex ~ loop.last }}{% endfor %}",
+                "a22Falseé21True",
+            ),
+            ("{% for c in ('abc' | reverse)[:2] %}{{ c }}{% if loop.last %}.{% endif %}{% endfor %}", "cb."),
+            (
+                "{% for x in messages[0].list | map('string') | reverse %}{{ x ~ loop.revindex0 }}{% endfor %}",
+                "1130",
+            ),
         ] {
             assert_eq!(rendered(template, &messages).unwrap(), expected, "{template}");
         }
@@ -497,9 +530,18 @@ mod tests {
             "{{ messages[0].content | split(',') }}",
             "{{ messages[0].content is startingwith('a') }}",
             "{{ debug() }}",
+            "{{ messages[0].content.zfill(3) }}",
+            "{{ '%s' % messages[0].content }}",
         ] {
             let error = rendered(template, &messages).unwrap_err();
-            assert!(error.contains("is unknown"), "{template}: {error}");
+            assert!(error.starts_with("xlaunch does not support the chat template: "), "{template}: {error}");
+        }
+        // Messages may be at fault for these.
+        for template in
+            ["{{ messages[0].content.items() }}", "{{ messages[0].calls.strip() }}", "{{ 1 % 'a' }}"]
+        {
+            let error = rendered(template, &messages).unwrap_err();
+            assert!(error.starts_with("the chat template rejects the messages: "), "{template}: {error}");
         }
     }
 
@@ -508,16 +550,6 @@ mod tests {
     fn macros_and_calls_see_variables_that_they_take_a_slice_of_or_replace() {
         let messages = json!([
             {"role": "system", "content": "S"}, {"role": "user", "content": "hello"},
-            // The length of a string and of a generator.
-            (
-                "{% for c in 'a\u{e9}' %}{{ c }}{{ loop.length ~ loop.revindex ~ loop.last }}{% endfor %}",
-                "a22Falseé21True",
-            ),
-            ("{% for c in ('abc' | reverse)[:2] %}{{ c }}{% if loop.last %}.{% endif %}{% endfor %}", "cb."),
-            (
-                "{% for x in messages[0].list | map('string') | reverse %}{{ x ~ loop.revindex0 }}{% endfor %}",
-                "1130",
-            ),
             {"role": "assistant", "content": "abc"}
         ]);
         for (template, expected) in [
