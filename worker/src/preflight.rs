@@ -174,8 +174,8 @@ fn open_init(spec: &JobSpec, shape: &ModelShape, ready: &mut Preflight) -> Resul
     Ok(Some(weights))
 }
 
-/// Refuses to start training on data of another tokenizer than that of the initial weights: its ids stand for other
-/// text. Whether texts begin with an id of their own is the user's choice.
+/// Refuses to start training on data of another tokenizer than that of the initial weights, whose ids stand for other
+/// text. Where only some texts have other ids, the weights are still of use.
 fn check_tokenizer(
     init: Option<&Weights>,
     data: Option<&(&str, Tokenizer)>,
@@ -194,7 +194,7 @@ fn check_tokenizer(
     };
     match data::tokenizer_mismatch(data, theirs, &own) {
         None => {}
-        Some(Mismatch::Bos(message)) => warnings.push(message),
+        Some(Mismatch::Rules(message)) => warnings.push(message),
         Some(Mismatch::Ids(message)) => return Err(Refusal { exit: ExitCode::Data, message }),
     }
     Ok(())

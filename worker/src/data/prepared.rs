@@ -198,8 +198,8 @@ impl Prepared {
 /// Difference between the tokenizer of data and that of a model, as a message for the user.
 #[derive(Debug)]
 pub(crate) enum Mismatch {
-    /// Only one of them begins texts with an id of its own.
-    Bos(String),
+    /// Some texts have other ids, but every id stands for the same text.
+    Rules(String),
     /// The same ids stand for other text.
     Ids(String),
 }
@@ -215,13 +215,18 @@ pub(crate) fn tokenizer_mismatch(data: &str, theirs: &Tokenizer, own: &Tokenizer
         let message = format!(
             "{data} --bos {theirs}, but the model was trained with --bos {own}: prepare the text with --bos {own}"
         );
-        return (own != theirs).then_some(Mismatch::Bos(message));
+        return (own != theirs).then_some(Mismatch::Rules(message));
     }
+    let shared = theirs.shares_vocabulary(own);
     let [own, theirs] = [own, theirs].map(Tokenizer::label);
-    Some(Mismatch::Ids(format!(
-        "{data} tokenizer {theirs}, but the model has {own}: prepare the text with the model's (`xlaunch data prepare \
-         --tokenizer MODEL`)"
-    )))
+    let advice = "prepare the text with the model's (`xlaunch data prepare --tokenizer MODEL`)";
+    Some(if shared {
+        let same =
+            "which has the same vocabulary but splits some texts differently or has other added tokens";
+        Mismatch::Rules(format!("{data} tokenizer {theirs}, but the model has {own}, {same}: {advice}"))
+    } else {
+        Mismatch::Ids(format!("{data} tokenizer {theirs}, but the model has {own}: {advice}"))
+    })
 }
 
 /// Way to turn the ids of a job's data into text.

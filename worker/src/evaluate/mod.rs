@@ -92,7 +92,7 @@ impl Held {
         let prepared = Prepared::open("--data", dir, 1.0).map_err(data)?;
         if let (Some(theirs), Some(own)) = (prepared.tokenizer().load().map_err(data)?, tokenizer) {
             let mismatch = data::tokenizer_mismatch(&format!("{dir} was prepared with"), &theirs, own);
-            if let Some(Mismatch::Bos(message) | Mismatch::Ids(message)) = mismatch {
+            if let Some(Mismatch::Rules(message) | Mismatch::Ids(message)) = mismatch {
                 return Err(refused(message));
             }
         }

@@ -286,6 +286,16 @@ impl Tokenizer {
         }
     }
 
+    /// Returns whether every id stands for the same text in both, though they may split texts by other rules, and each
+    /// may lack added tokens of the other.
+    pub fn shares_vocabulary(&self, other: &Self) -> bool {
+        let entries = |tokenizer: &Self| Some(exact::parts(&tokenizer.inner.json).ok()?.0["model"].take());
+        let texts: HashMap<u32, &String> = self.inner.added.iter().map(|(text, id)| (*id, text)).collect();
+        let mut theirs = other.inner.added.iter();
+        theirs.all(|(text, id)| texts.get(id).is_none_or(|own| *own == text))
+            && matches!((entries(self), entries(other)), (Some(own), Some(theirs)) if own == theirs)
+    }
+
     /// Returns the ids of a text. Special tokens within it count as text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         let mut ids = Vec::with_capacity(text.len() / 4);

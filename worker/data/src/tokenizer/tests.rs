@@ -57,17 +57,21 @@ fn tokenizer_saved_by_another_program_has_the_same_ids() {
             json!({"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0});
     });
     assert!(own.same_ids(&saved) && saved.same_ids(&own));
-    let more = changed(&|file| {
-        let id = own.vocab();
-        let token = json!({"id": id, "content": "<new>", "special": true, "single_word": false, "lstrip": false,
-                           "rstrip": false, "normalized": false});
-        let mut tokens = file["added_tokens"].as_array().cloned().unwrap_or_default();
-        tokens.push(token);
-        file["added_tokens"] = tokens.into();
-    });
+    let with_added = |content: &str| {
+        changed(&|file| {
+            let token = json!({"id": own.vocab(), "content": content, "special": true, "single_word": false,
+                               "lstrip": false, "rstrip": false, "normalized": false});
+            let mut tokens = file["added_tokens"].as_array().cloned().unwrap_or_default();
+            tokens.push(token);
+            file["added_tokens"] = tokens.into();
+        })
+    };
+    let more = with_added("<new>");
     assert!(more.extends(&own) && !own.extends(&more) && !more.same_ids(&own));
     let other = changed(&|file| file["normalizer"] = json!({"type": "Lowercase"}));
     assert!(!other.extends(&own) && !own.same_ids(&other));
+    assert!(other.shares_vocabulary(&own) && own.shares_vocabulary(&more) && more.shares_vocabulary(&own));
+    assert!(!with_added("<other>").shares_vocabulary(&more) && !Tokenizer::bytes().shares_vocabulary(&own));
 }
 
 #[test]
