@@ -26,8 +26,9 @@ pub const POOL_DEBUG: &str = "XLAUNCH_POOL_DEBUG";
 pub const POOL_TRACE: &str = "XLAUNCH_POOL_TRACE";
 /// Set by users: the number of a step, from 1, whose kernels are timed. The table is printed to stderr.
 pub const PROFILE: &str = "XLAUNCH_PROFILE";
-/// Set by the agent: an id of this launch that is unique on the host. All descendants of workers inherit it, which is
-/// how the agent finds them when it cleans up.
+/// Set by the agent: an id of this launch that is unique on the host, and the ids of the worker's job and step. All
+/// descendants of workers inherit it, which is how the agent finds them when it cleans up. Jobs that they submit
+/// inherit it, too, but have other ids.
 pub const SCOPE: &str = "XLAUNCH_SCOPE";
 /// Set by users: the token that clients of `xlaunch serve` need. A secret.
 pub const SERVE_TOKEN: &str = "XLAUNCH_SERVE_TOKEN";

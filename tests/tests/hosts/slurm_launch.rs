@@ -10,6 +10,7 @@ xlaunch_harness::tests! {
     srun_alone_starts_a_group_with_ranks_of_slurm_and_no_token,
     other_token_is_named_at_once_although_other_ports_refuse,
     two_jobs_on_the_same_nodes_do_not_disturb_each_other,
+    job_that_a_worker_submits_uses_its_own_nodes,
     cancelled_job_leaves_no_process_on_any_node,
     lost_node_ends_the_launches_on_the_others_with_75,
     preempted_job_saves_is_queued_again_and_resumes,
@@ -68,10 +69,7 @@ fn srun_alone_starts_a_group_with_ranks_of_slurm_and_no_token() {
         let job = slurm.submit(&["-N2", &output, export], &format!("{} -- true", xlaunch()));
         slurm.wait_for_state(&job, "FAILED");
         let text = std::fs::read_to_string(&batch).unwrap();
-        assert!(
-            text.contains("start one launch on each with `srun --ntasks-per-node=1 xlaunch ...`"),
-            "{text}"
-        );
+        assert!(text.contains("start one launch on each with `srun --ntasks-per-node=1 xlaunch ...`"), "{text}");
         std::fs::remove_file(&batch).unwrap();
     }
 }
@@ -104,6 +102,19 @@ fn two_jobs_on_the_same_nodes_do_not_disturb_each_other() {
         assert_eq!(run.code, 0, "{}", run.stderr);
         assert_eq!(sorted(&run.stdout), [format!("{name} 0"), format!("{name} 1")], "{}", run.stderr);
     }
+}
+
+fn job_that_a_worker_submits_uses_its_own_nodes() {
+    let slurm = Slurm::start(2);
+    let next = slurm.home().join("next");
+    let script = format!("#!/bin/sh\nsrun {} -- sh -c 'echo $RANK/$WORLD_SIZE'\n", xlaunch());
+    std::fs::write(&next, script).unwrap();
+    let submit = ["sbatch", "--parsable", "-N2", "--output=out", next.to_str().unwrap()];
+    let run = slurm.run("srun", &[&["-N1", &xlaunch(), "--"], &submit[..]].concat());
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    slurm.wait_for_state(run.stdout.trim(), "COMPLETED");
+    let output = std::fs::read_to_string(slurm.home().join("out")).unwrap();
+    assert!(["0/2", "1/2"].iter().all(|rank| output.lines().any(|line| line == *rank)), "{output}");
 }
 
 fn cancelled_job_leaves_no_process_on_any_node() {

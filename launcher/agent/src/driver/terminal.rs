@@ -7,9 +7,8 @@ use rustix::process::{Signal, getpid, kill_process};
 use super::Driver;
 use xlaunch_host::clock;
 use xlaunch_host::signals::is_ignored;
-use xlaunch_host::spawn::has_stopped_child;
 use xlaunch_host::spawn::terminal::{self, Answer, Relayed};
-use xlaunch_proto::env;
+use xlaunch_host::spawn::{has_stopped_child, run_of};
 
 /// Time for the console to print the reason before this process stops.
 const REASON_FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
@@ -100,5 +99,5 @@ impl Driver<'_> {
 
 /// Returns whether this launch is a worker of another one.
 fn is_worker() -> bool {
-    std::env::var_os(env::SCOPE).is_some()
+    run_of(|name| std::env::var_os(name)).is_some()
 }

@@ -1,11 +1,13 @@
 //! Finds the processes of a run that has no cgroups.
 //!
 //! A process belongs to the run if it is a worker, is in a worker's process group, carries the run's mark in its
-//! environment, was adopted by xlaunch when its parent died, or descends from such a process. Before they are killed,
-//! all of them are stopped until a scan finds no new ones, so that none can fork. A process is identified by id and
-//! start time, because ids are reused.
+//! environment, was adopted by xlaunch when its parent died, or descends from such a process. The mark alone does not
+//! suffice: jobs that a worker submits to Slurm, LSF or PBS inherit it, too. Before they are killed, all of them are
+//! stopped until a scan finds no new ones, so that none can fork. A process is identified by id and start time, because
+//! ids are reused.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -20,8 +22,27 @@ const TICKS_PER_SECOND: u64 = 100;
 const STOP_TIMEOUT: Duration = Duration::from_millis(500);
 /// Number of further scans that must find nothing after the first empty scan.
 const EMPTY_RESCANS: u32 = 2;
+/// Variables that identify a job, and a step of Slurm. `sbatch`, `bsub` and `qsub -V` pass on the whole environment of
+/// the process that calls them, but a new job or step has its own values of these.
+const JOB_VARIABLES: [&str; 4] = ["SLURM_JOB_ID", "SLURM_STEP_ID", "LSB_JOBID", "PBS_JOBID"];
 
-/// Returns the value of [`env::SCOPE`] for a run of this process. It is unique on this host.
+/// Returns the value of [`env::SCOPE`] for a worker with this environment: the run's mark and the ids of its job.
+pub(super) fn scope(mark: &str, environment: impl Fn(&str) -> Option<OsString>) -> String {
+    let id = |name| environment(name).unwrap_or_default().to_string_lossy().into_owned();
+    format!("{mark}:{}", JOB_VARIABLES.map(id).join(","))
+}
+
+/// Returns the mark of the run whose workers or their descendants have this environment; `None` outside of runs, which
+/// includes other jobs and steps that have inherited [`env::SCOPE`].
+pub fn run_of(environment: impl Fn(&str) -> Option<OsString>) -> Option<String> {
+    let scope = environment(env::SCOPE)?.into_string().ok()?;
+    let (mark, ids) = scope.rsplit_once(':')?;
+    // A variable that a worker has removed, to hide Slurm from a program, does not mean another job.
+    let is_same = |(name, id): (&str, &str)| environment(name).is_none_or(|own| own == *id);
+    JOB_VARIABLES.into_iter().zip(ids.split(',')).all(is_same).then(|| mark.to_owned())
+}
+
+/// Returns a mark for a run of this process. It is unique on this host.
 pub(super) fn mark(run_id: &str) -> String {
     format!("{run_id}:{}:{}", std::process::id(), Process::own().map_or(0, |own| own.started))
 }
@@ -36,7 +57,7 @@ pub(super) fn clock_ticks() -> u64 {
 /// The properties by which a run's processes are recognised.
 #[derive(Clone, Debug)]
 pub(super) struct RunProcesses {
-    /// The value of [`env::SCOPE`] in the environment of the processes.
+    /// The run's mark in the environment of the processes; see [`run_of`].
     pub(super) mark: String,
     /// xlaunch's session, in which workers start. A process group cannot span sessions, so groups of others are
     /// unrelated.
@@ -54,9 +75,9 @@ pub(super) struct RunProcesses {
 impl RunProcesses {
     /// Returns the living processes of the run.
     pub(super) fn list(&self) -> Vec<Process> {
-        let mark = format!("{}={}", env::SCOPE, self.mark);
-        let all = Process::all();
-        self.select(all, |process| process.carries(mark.as_bytes()))
+        self.select(Process::all(), |process| {
+            run_of(|name| process.variable(name)).as_deref() == Some(&self.mark)
+        })
     }
 
     fn select(&self, all: Vec<Process>, marked: impl Fn(&Process) -> bool) -> Vec<Process> {
@@ -167,6 +188,53 @@ mod tests {
             process(1_000_020, 1, 1_000_020, 7, 501),
         ];
         assert_eq!(selected(all, 1_000_012), [1_000_010, 1_000_011, 1_000_012, 1_000_014, 1_000_013]);
+    }
+
+    #[test]
+    fn other_jobs_and_steps_that_inherit_the_scope_do_not_belong() {
+        let run_in = |launch: &[(&str, &str)], own: &[(&str, &str)]| {
+            let of = |variables: &[(&str, &str)], name: &str| {
+                variables.iter().rfind(|(known, _)| *known == name).map(|(_, value)| OsString::from(value))
+            };
+            let scope = scope("run:1:1", |name| of(launch, name));
+            let inherited = [launch, &[(env::SCOPE, &scope)], own].concat();
+            run_of(|name| of(&inherited, name).filter(|value| value != "unset"))
+        };
+        let step = [("SLURM_JOB_ID", "7"), ("SLURM_STEP_ID", "0")];
+        let removed = [("SLURM_JOB_ID", "unset"), ("SLURM_STEP_ID", "unset")];
+        for (launch, own) in
+            [(&[][..], &[][..]), (&step, &[]), (&step, &removed), (&[("PBS_JOBID", "9.s")], &[])]
+        {
+            assert_eq!(run_in(launch, own).as_deref(), Some("run:1:1"), "{launch:?} {own:?}");
+        }
+        for (launch, own) in [
+            (&step[..], ("SLURM_JOB_ID", "8")),
+            (&step, ("SLURM_STEP_ID", "1")),
+            // `srun` in a launch of a batch script, and on a login node.
+            (&step[..1], ("SLURM_STEP_ID", "0")),
+            (&[], ("SLURM_JOB_ID", "7")),
+            (&[("LSB_JOBID", "5")], ("LSB_JOBID", "6")),
+            (&[("PBS_JOBID", "9.s")], ("PBS_JOBID", "10.s")),
+        ] {
+            assert_eq!(run_in(launch, &[own]), None, "{launch:?} {own:?}");
+        }
+        assert_eq!(run_of(|_| None), None);
+
+        let run = RunProcesses { since: 0, ..run() };
+        let scope = scope(&run.mark, |_| None);
+        let mut command = std::process::Command::new("sleep");
+        command.arg("1000").env(env::SCOPE, scope);
+        for name in JOB_VARIABLES {
+            command.env_remove(name);
+        }
+        let mut member = command.spawn().unwrap();
+        let mut other = command.env("SLURM_JOB_ID", "8").spawn().unwrap();
+        let listed: Vec<u32> = run.list().iter().map(|process| process.pid).collect();
+        for child in [&mut member, &mut other] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        assert_eq!(listed, [member.id()]);
     }
 
     #[test]

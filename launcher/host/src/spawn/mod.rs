@@ -53,6 +53,7 @@ use crate::system_errors::SYSTEM_CALL_HELP;
 pub use children::{adopt_orphans, has_stopped_child, raise_open_file_limit, reap_orphans};
 pub use exit::Exit;
 pub use exit::short_signal_name;
+pub use membership::run_of;
 pub use oom::OomKills;
 
 /// Flags of a worker's pidfd. `NONBLOCK` is not among them because it needs Linux 5.10.

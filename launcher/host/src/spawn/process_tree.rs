@@ -85,10 +85,15 @@ impl ProcessTree {
         Self { members, cgroups: None, outside_cgroup: false, oom_before: oom::OomCounters::read() }
     }
 
-    /// Adds the run's mark to the command's environment, and makes the command enter its rank's cgroup before its
-    /// program runs.
+    /// Adds the run's scope to the command's environment, which must be complete otherwise, and makes the command enter
+    /// its rank's cgroup before its program runs.
     pub fn prepare(&self, local_rank: u32, command: &mut Command) {
-        command.env(env::SCOPE, &self.members.mark);
+        let scope = membership::scope(&self.members.mark, |name| {
+            let own = || std::env::var_os(name);
+            let set = command.get_envs().find(|(variable, _)| *variable == name);
+            set.map_or_else(own, |(_, value)| Some(value?.to_owned()))
+        });
+        command.env(env::SCOPE, scope);
         if let Some(procs) = self.cgroup_of(local_rank) {
             sys::enter_cgroup(command, procs);
         }

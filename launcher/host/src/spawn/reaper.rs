@@ -9,7 +9,7 @@
 //! A record is a letter, a value and a zero byte:
 //!
 //! ```text
-//! m MARK    value of XLAUNCH_SCOPE              d PATH        private directory
+//! m MARK    the run's mark in XLAUNCH_SCOPE     d PATH        private directory
 //! s ID      xlaunch's session                   c PATH        prefix of the paths of its cgroups
 //! t TICKS   all workers started after this      w PID:TICKS   worker and its start time
 //! a         a new attempt: forget all workers

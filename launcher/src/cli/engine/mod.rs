@@ -23,7 +23,7 @@ use std::path::Path;
 use std::str::FromStr;
 
 use xlaunch_host::devices::host_name;
-use xlaunch_proto::env;
+use xlaunch_host::spawn::run_of;
 use xlaunch_spec::command::{MAX_ENDPOINT_PORTS, MAX_NODES};
 
 /// Maximum size of a list of hosts, in a variable or a file.
@@ -99,8 +99,9 @@ pub(super) fn of_this_process() -> Result<Option<Allocation>, String> {
 /// # Errors
 /// There is an engine, but its variables do not place this launch. The message says why, and what to do.
 pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
-    // A launch in a worker of another launch inherits the variables of an engine that did not start it.
-    if host.text(env::SCOPE)?.is_some() {
+    // A launch in a worker of another launch inherits the variables of an engine that did not start it, unless the
+    // worker has started it as another job or step.
+    if run_of(host.environment).is_some() {
         return Ok(None);
     }
     if let Some(mpi) = mpirun(host)? {

@@ -198,7 +198,12 @@ fn pod_of_an_indexed_job_knows_its_rank_only() {
 
 #[test]
 fn launch_in_a_worker_of_a_launch_is_on_its_own() {
-    assert_eq!(detected(&[&STEP[..], &[("XLAUNCH_SCOPE", "1")]].concat()), Ok(None));
+    let in_worker_of = |scope| detected(&[&STEP[..], &[("XLAUNCH_SCOPE", scope)]].concat());
+    assert_eq!(in_worker_of("run:1:1:7,0,,"), Ok(None));
+    // `sbatch` or `srun` in a worker.
+    for other in ["run:1:1:6,0,,", "run:1:1:7,1,,", "run:1:1:,,,"] {
+        assert_eq!(summary(&in_worker_of(other).unwrap().unwrap()), "Slurm 2 1 h2 slurm-7.0", "{other}");
+    }
     assert_eq!(detected(&[]), Ok(None));
 }
 
