@@ -69,7 +69,7 @@ fn srun_alone_starts_a_group_with_ranks_of_slurm_and_no_token() {
         let job = slurm.submit(&["-N2", &output, export], &format!("{} -- true", xlaunch()));
         slurm.wait_for_state(&job, "FAILED");
         let text = std::fs::read_to_string(&batch).unwrap();
-        assert!(text.contains("start one launch on each with `srun --ntasks-per-node=1 xlaunch ...`"), "{text}");
+        assert!(text.contains("start one launch on each node with `srun -N 2 -n 2 xlaunch ...`"), "{text}");
         std::fs::remove_file(&batch).unwrap();
     }
 }

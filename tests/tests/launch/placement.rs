@@ -55,7 +55,7 @@ fn engine_without_a_place_for_the_launch_says_what_to_do() {
     let batch = [("SLURM_JOB_ID", "7"), ("SLURM_NNODES", "2"), ("SLURM_NODEID", "0")];
     let four_tasks = [&STEP[..], &[("SLURM_STEP_NUM_TASKS", "4")]].concat();
     for (flags, variables, words) in [
-        ("", &batch[..], "srun --ntasks-per-node=1 xlaunch"),
+        ("", &batch[..], "srun -N 2 -n 2 xlaunch"),
         ("", &four_tasks, "several tasks per node (SLURM_STEP_NUM_TASKS=4"),
         ("--nnodes=3", &STEP, "--nnodes 3 contradicts SLURM_STEP_NUM_NODES=2"),
         ("--node-rank=0", &STEP, "--node-rank 0 contradicts SLURM_NODEID=1"),
@@ -112,7 +112,7 @@ fn env_shows_engine_and_settings_but_no_token() {
 fn env_reports_problems_and_succeeds() {
     let batch = [("SLURM_JOB_ID", "7"), ("SLURM_NNODES", "2")];
     for (variables, words) in [
-        (&batch[..], "srun --ntasks-per-node=1 xlaunch"),
+        (&batch[..], "srun -N 2 -n 2 xlaunch"),
         (&[("PET_NNODES", "many")], "PET_NNODES=many: expected a number of nodes"),
     ] {
         let shown = run(&["env"], variables);
@@ -150,10 +150,13 @@ fn batch_script_queues_again_after_retryable_exit_codes_only() {
         stub("squeue", &format!("[ -z \"{running}\" ] || echo {running}"));
         stub("scontrol", &format!("echo scontrol \"$@\"; echo PreemptTime={preempted}"));
         let mut bash = Command::new("bash");
-        bash.arg(&script).arg("train.toml").env("PATH", path).env("SLURM_JOB_ID", "7");
+        bash.arg(&script)
+            .arg("train.toml")
+            .env("PATH", path)
+            .envs([("SLURM_JOB_ID", "7"), ("SLURM_NNODES", "2")]);
         let run = Process::spawn(bash.env("SLURM_RESTART_COUNT", restarts)).wait();
         assert_eq!(run.code, code, "{}", run.stderr);
-        assert!(run.stdout.starts_with("srun --ntasks-per-node=1 "), "{}", run.stdout);
+        assert!(run.stdout.starts_with("srun --nodes=2 --ntasks=2 "), "{}", run.stdout);
         assert!(run.stdout.contains("xlaunch train.toml --resume\n"), "{}", run.stdout);
         assert_eq!(run.stdout.contains("scontrol requeue 7\n"), requeued, "{code}: {}", run.stdout);
     }

@@ -96,19 +96,27 @@ fn outside_of_steps(host: &Host<'_>) -> Result<(), String> {
     match nodes {
         Some(nodes) if nodes.value > 1 => Err(format!(
             "this process is not a task of a Slurm step, but the job has several nodes ({}): start one launch on each \
-             with `srun --ntasks-per-node=1 xlaunch ...`, or use this node alone with --standalone",
-            nodes.source
+             node with `{} xlaunch ...`, or use this node alone with --standalone",
+            nodes.source,
+            one_task_on_each(nodes.value)
         )),
         _ => Ok(()),
     }
+}
+
+/// Returns the command that starts one task per node. Slurm ignores `--ntasks-per-node=1` in a job with more tasks.
+fn one_task_on_each(nodes: u32) -> String {
+    format!("srun -N {nodes} -n {nodes}")
 }
 
 fn one_task_per_node(host: &Host<'_>, nodes: &Sourced<u32>) -> Result<(), String> {
     match host.number::<u32>("SLURM_STEP_NUM_TASKS")? {
         Some(tasks) if tasks.value > nodes.value => Err(format!(
             "the Slurm step has several tasks per node ({}, {}), but one launch starts all workers of a node: use \
-             `srun --ntasks-per-node=1 xlaunch ...` and --nproc-per-node",
-            tasks.source, nodes.source
+             `{} xlaunch ...` and --nproc-per-node",
+            tasks.source,
+            nodes.source,
+            one_task_on_each(nodes.value)
         )),
         _ => Ok(()),
     }

@@ -91,7 +91,7 @@ fn steps_of_slurm_that_cannot_work_are_told_what_to_do() {
     let batch = [("SLURM_JOB_ID", "7"), ("SLURM_NNODES", "4"), ("SLURM_NODEID", "0"), ("SLURM_PROCID", "0")];
     let refusal = detected(&batch).unwrap_err();
     assert!(
-        refusal.contains("(SLURM_NNODES=4)") && refusal.contains("srun --ntasks-per-node=1"),
+        refusal.contains("(SLURM_NNODES=4)") && refusal.contains("`srun -N 4 -n 4 xlaunch ...`"),
         "{refusal}"
     );
     let interactive = [&batch[..], &[("SLURM_STEP_ID", "4294967290")]].concat();
@@ -102,6 +102,7 @@ fn steps_of_slurm_that_cannot_work_are_told_what_to_do() {
             ("SLURM_STEP_NUM_TASKS", "8"),
             "several tasks per node (SLURM_STEP_NUM_TASKS=8, SLURM_STEP_NUM_NODES=2)",
         ),
+        (("SLURM_STEP_NUM_TASKS", "8"), "use `srun -N 2 -n 2 xlaunch ...`"),
         (("SLURM_NODEID", ""), "SLURM_NODEID is not set"),
         (("SLURM_NODEID", "2"), "SLURM_NODEID=2 is outside the range"),
         (("SLURM_STEP_NODELIST", "h[2-4]"), "SLURM_STEP_NODELIST has 3 hosts, but SLURM_STEP_NUM_NODES=2"),
