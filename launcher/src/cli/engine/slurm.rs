@@ -27,15 +27,17 @@ const VARIABLES: [&str; 9] = [
 
 pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
     let Some(job) = host.number::<u32>("SLURM_JOB_ID")? else { return Ok(None) };
-    // The components of a heterogeneous job have consecutive ids, of which tasks get the first.
-    let components = host.number::<u32>("SLURM_HET_SIZE")?.map_or(1, |size| size.value);
-    let jobs = job.value..job.value.saturating_add(components);
+    // The components of a heterogeneous job have consecutive ids, of which tasks get the first. A job that was
+    // submitted in such a job inherits its variables.
+    let first = host.number::<u32>("SLURM_JOB_ID_HET_GROUP_0")?.map_or(job.value, |first| first.value);
+    let components = host.number::<u32>("SLURM_HET_SIZE")?.filter(|_| first == job.value);
+    let jobs = job.value..job.value.saturating_add(components.as_ref().map_or(1, |size| size.value));
     let step = host.number::<u32>("SLURM_STEP_ID")?.filter(|step| {
         // `sbatch` and `salloc` pass on the variables of a step in which they run, such as `srun --pty bash`.
         let is_inherited = |real: &str| !is_same_step(real, &jobs, step.value);
         step.value < FIRST_SPECIAL_STEP && !host.slurm_step.is_some_and(is_inherited)
     });
-    let Some(step) = step else { return outside_of_steps(host).map(|()| None) };
+    let Some(step) = step else { return outside_of_steps(host, components).map(|()| None) };
     let nodes = host.required::<u32>("SLURM_STEP_NUM_NODES", SLURM)?;
     one_task_per_node(host, &nodes)?;
     let node_rank = host.required("SLURM_NODEID", SLURM)?;
@@ -86,20 +88,25 @@ fn is_same_step(real: &str, jobs: &Range<u32>, step: u32) -> bool {
     is_task && may_be_in(real_job, jobs) && may_be_in(real_step, &(step..step.saturating_add(1)))
 }
 
-/// Refuses a launch outside of steps if the job has several nodes: a batch script or the shell of `salloc` runs on the
-/// first node only.
-fn outside_of_steps(host: &Host<'_>) -> Result<(), String> {
+/// Refuses a launch outside of steps if the job has several nodes or components: a batch script or the shell of
+/// `salloc` runs on the first node only.
+fn outside_of_steps(host: &Host<'_>, components: Option<Sourced<u32>>) -> Result<(), String> {
+    let refusal = |several: &str, source: &str, srun: &str| {
+        Err(format!(
+            "this process is not a task of a Slurm step, but the job has several {several} ({source}): start one \
+             launch on each node with `{srun} xlaunch ...`, or use this node alone with --standalone"
+        ))
+    };
+    if let Some(components) = components.filter(|components| components.value > 1) {
+        let srun = format!("srun --het-group=0-{} --ntasks-per-node=1", components.value - 1);
+        return refusal("components", &components.source, &srun);
+    }
     let nodes = match host.number::<u32>("SLURM_JOB_NUM_NODES")? {
         None => host.number("SLURM_NNODES")?,
         given => given,
     };
     match nodes {
-        Some(nodes) if nodes.value > 1 => Err(format!(
-            "this process is not a task of a Slurm step, but the job has several nodes ({}): start one launch on each \
-             node with `{} xlaunch ...`, or use this node alone with --standalone",
-            nodes.source,
-            one_task_on_each(nodes.value)
-        )),
+        Some(nodes) if nodes.value > 1 => refusal("nodes", &nodes.source, &one_task_on_each(nodes.value)),
         _ => Ok(()),
     }
 }

@@ -94,6 +94,15 @@ fn steps_of_slurm_that_cannot_work_are_told_what_to_do() {
         refusal.contains("(SLURM_NNODES=4)") && refusal.contains("`srun -N 4 -n 4 xlaunch ...`"),
         "{refusal}"
     );
+    // The first component of a heterogeneous job, and a job that was submitted there.
+    let component = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NUM_NODES", "1"), ("SLURM_HET_SIZE", "3")];
+    let refusal = detected(&[&component[..], &[("SLURM_JOB_ID_HET_GROUP_0", "7")]].concat()).unwrap_err();
+    for words in
+        ["several components (SLURM_HET_SIZE=3)", "`srun --het-group=0-2 --ntasks-per-node=1 xlaunch ...`"]
+    {
+        assert!(refusal.contains(words), "{refusal}");
+    }
+    assert_eq!(detected(&[&component[..], &[("SLURM_JOB_ID_HET_GROUP_0", "5")]].concat()), Ok(None));
     let interactive = [&batch[..], &[("SLURM_STEP_ID", "4294967290")]].concat();
     assert!(detected(&interactive).unwrap_err().contains("not a task of a Slurm step"));
     assert_eq!(detected(&[("SLURM_JOB_ID", "7"), ("SLURM_NNODES", "1")]), Ok(None));
