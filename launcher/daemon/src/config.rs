@@ -158,7 +158,8 @@ pub(crate) enum RunAs {
     User,
 }
 
-/// `[hooks]`: programs of the operator around each job. A change takes effect at the next start.
+/// `[hooks]`: programs of the operator around each job. A change takes effect at `systemctl reload` or SIGHUP: the next
+/// hook to run is the new one, also for jobs that have started before.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct HooksSection {
@@ -287,10 +288,11 @@ fn is_gpu_name(name: &str) -> bool {
         || ["GPU-", "MIG-"].iter().any(|kind| name.strip_prefix(kind).is_some_and(|id| !id.trim().is_empty()))
 }
 
-/// The configuration of `[jobs]` that is in effect.
+/// The sections in effect that a reload replaces.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LiveConfig {
     pub(crate) jobs: JobsSection,
+    pub(crate) hooks: HooksSection,
     /// The reason why the last reload failed, in which case the previous configuration is still in effect.
     pub(crate) reload_problem: Option<String>,
 }

@@ -27,7 +27,7 @@ use super::client::Client;
 use super::hooks::Moment;
 use super::start::JobStart;
 use super::{Agent, AgentStarter};
-use crate::config::HooksSection;
+use crate::config::LiveConfig;
 use crate::files::{AgentRecord, JobDirs, is_full};
 use crate::runtime::Stop;
 use crate::state::limits::AGENT_STOP_MARGIN;
@@ -69,7 +69,8 @@ pub(crate) struct Follower {
     pub(crate) job_start: JobStart,
     pub(crate) dirs: JobDirs,
     pub(crate) starter: Arc<AgentStarter>,
-    pub(crate) hooks: Arc<HooksSection>,
+    /// Configuration in effect, for the hooks.
+    pub(crate) config: watch::Receiver<LiveConfig>,
     pub(crate) events: mpsc::Sender<(u64, AgentEvent)>,
     /// When to stop the job.
     pub(crate) stop: watch::Receiver<Stop>,
@@ -93,9 +94,10 @@ impl Follower {
         if let Some(reason) = self.account_problem().await {
             return AgentEvent::NotStarted(Some(reason));
         }
-        let prolog = self.hooks.run(Moment::Prolog, &self.job_start.facts, &self.starter).await;
+        let hooks = self.config.borrow().hooks.clone();
+        let prolog = hooks.run(Moment::Prolog, &self.job_start.facts, &self.starter).await;
         let last = match prolog {
-            Err(reason) if self.hooks.is_prolog_of_node() => AgentEvent::NodeFailed(reason),
+            Err(reason) if hooks.is_prolog_of_node() => AgentEvent::NodeFailed(reason),
             Err(reason) => AgentEvent::NotStarted(Some(reason)),
             Ok(()) if *self.stop.borrow() > Stop::No => AgentEvent::NotStarted(None),
             Ok(()) => match self.start().await {
@@ -147,7 +149,8 @@ impl Follower {
 
     async fn epilog(&self) {
         let JobStart { job, facts, .. } = &self.job_start;
-        if let Err(problem) = self.hooks.run(Moment::Epilog, facts, &self.starter).await {
+        let hooks = self.config.borrow().hooks.clone();
+        if let Err(problem) = hooks.run(Moment::Epilog, facts, &self.starter).await {
             warn!(job, "job {job}: {problem}");
         }
     }
@@ -428,7 +431,7 @@ mod tests {
             job_start: job_start(user),
             dirs: JobDirs::open(state).unwrap(),
             starter: Arc::new(AgentStarter::Detached(None)),
-            hooks: Arc::default(),
+            config: watch::channel(LiveConfig::default()).1,
             events,
             stop: stop.subscribe(),
             warning: warning.subscribe(),

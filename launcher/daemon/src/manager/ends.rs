@@ -126,8 +126,8 @@ impl Manager {
     /// Runs the hook for the end of a job, in the background.
     pub(super) fn run_end_hook(&self, job: u64) {
         let Some(entry) = self.jobs.jobs.get(&job) else { return };
-        let (facts, hooks, starter) =
-            (Facts::of(entry), self.setup.hooks.clone(), self.setup.starter.clone());
+        let (facts, starter) = (Facts::of(entry), self.setup.starter.clone());
+        let hooks = self.setup.config.borrow().hooks.clone();
         tokio::spawn(async move {
             if let Err(problem) = hooks.run(Moment::OnEnd, &facts, &starter).await {
                 warn!(job, "job {job}: {problem}");

@@ -32,7 +32,7 @@ use super::accounting::Accounting;
 use super::agents::AgentStarter;
 use super::agents::follow::AgentEvent;
 use super::commands::Command;
-use super::config::{HooksSection, LiveConfig};
+use super::config::LiveConfig;
 use super::directory_limit;
 use super::files::JobDirs;
 use super::gpus::{GpuMonitor, Inventory};
@@ -67,7 +67,6 @@ pub(crate) struct Setup {
     pub(crate) starter: Arc<AgentStarter>,
     /// Directory for the files of GPU examinations.
     pub(crate) doctor_dir: PathBuf,
-    pub(crate) hooks: Arc<HooksSection>,
     pub(crate) gpu_monitor: GpuMonitor,
     pub(crate) gpus: watch::Receiver<Inventory>,
     /// Configuration in effect; a reload replaces it.

@@ -81,7 +81,7 @@ impl Manager {
             job_start,
             dirs: self.setup.dirs.clone(),
             starter: self.setup.starter.clone(),
-            hooks: self.setup.hooks.clone(),
+            config: self.setup.config.clone(),
             events: self.events.clone(),
             stop: runtime.stop.subscribe(),
             warning: runtime.warning.subscribe(),

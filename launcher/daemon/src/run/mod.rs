@@ -2,7 +2,7 @@
 //!
 //! [`App::open`] acquires everything that can fail, in the order in which an error helps the operator most: state
 //! directory and journal, agents, sockets, GPUs. [`App::serve`] then starts the manager and the services. On SIGTERM or
-//! SIGINT the services drain, and jobs keep running. SIGHUP reloads `[jobs]`.
+//! SIGINT the services drain, and jobs keep running. SIGHUP reloads `[jobs]` and `[hooks]`.
 //!
 //! Under systemd, the daemon notifies readiness and status, and feeds the watchdog for as long as the manager makes
 //! progress.
@@ -70,10 +70,6 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     sys::close_inherited_on_exec(&[]);
     survive_file_size_limit().map_err(|error| internal(&error))?;
     let config = load(options)?;
-    // Jobs with longer numbers are checked when they are submitted: a node that works must start.
-    if let Some(error) = check::path_errors(options.config.as_deref(), &config, 1).into_iter().next() {
-        return Err(error.into());
-    }
     let running = App::open(options, config).await?.serve().await?;
     running.until_shutdown(options).await
 }
@@ -89,7 +85,7 @@ pub fn default_config_file() -> Option<PathBuf> {
     config::file(None)
 }
 
-/// Reads the configuration and applies the options to it.
+/// Reads the configuration, applies the options to it, and checks paths and hooks.
 fn load(options: &Options) -> Result<DaemonConfig, Refusal> {
     let mut config = config::load(options.config.as_deref())?;
     let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
@@ -99,6 +95,11 @@ fn load(options: &Options) -> Result<DaemonConfig, Refusal> {
     if let Some(path) = &options.socket {
         config.daemon.socket = Some(absolute(path));
     }
+    // Jobs with longer numbers are checked when they are submitted: a node that works must start.
+    if let Some(error) = check::path_errors(options.config.as_deref(), &config, 1).into_iter().next() {
+        return Err(error.into());
+    }
+    open::check_hooks(&config.hooks)?;
     Ok(config)
 }
 
@@ -135,7 +136,6 @@ impl App {
     async fn open(options: &Options, config: DaemonConfig) -> Result<Self, Refusal> {
         let root = rustix::process::geteuid().is_root();
         let state_dir = config.daemon.state_dir(root, |name| std::env::var_os(name))?;
-        open::check_hooks(&config.hooks)?;
         let accounting = Accounting::new(&state_dir);
         let open::State { journal, jobs, integrity, ids, dirs } = open::state(&state_dir, &accounting, root)?;
         let starter = open::agent_starter(&config, options.foreground, root).await?;
@@ -144,7 +144,8 @@ impl App {
         let (listener, socket) = open::socket(&config, &mut passed, root).await?;
         let page = Page::open(&config.web, passed.web()?).await?;
         let (gpu_monitor, gpus) = GpuMonitor::start().map_err(|error| internal(&error))?;
-        let (reload, jobs_config) = watch::channel(LiveConfig { jobs: config.jobs, reload_problem: None });
+        let live = LiveConfig { jobs: config.jobs, hooks: config.hooks, reload_problem: None };
+        let (reload, live_config) = watch::channel(live);
         let shutdown = watch::Sender::new(false);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let cores = u32::try_from(cores).unwrap_or(u32::MAX);
@@ -157,10 +158,9 @@ impl App {
             accounting,
             starter: Arc::new(starter),
             doctor_dir: state_dir.join("doctor"),
-            hooks: Arc::new(config.hooks),
             gpu_monitor,
             gpus,
-            config: jobs_config,
+            config: live_config,
             how_to_configure: how_to_configure(options),
             page_problem: page.as_ref().map(Page::problem),
             node: NodeStatus {
@@ -255,7 +255,8 @@ impl Running {
     fn reload(&self, options: &Options) {
         match load(options) {
             Ok(config) => {
-                self.reload.send_replace(LiveConfig { jobs: config.jobs, reload_problem: None });
+                let live = LiveConfig { jobs: config.jobs, hooks: config.hooks, reload_problem: None };
+                self.reload.send_replace(live);
                 info!("configuration reloaded; changes of [daemon] and [web] take effect at the next start");
             }
             Err(refusal) => {
