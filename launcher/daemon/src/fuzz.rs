@@ -140,7 +140,7 @@ impl History {
 
     /// Returns the ids of queued jobs in starting order, and of jobs that are forgotten if `keep` ended jobs are kept.
     pub fn queued_and_forgotten(&self, keep: usize) -> (Vec<u64>, Vec<u64>) {
-        (self.jobs.queue(0), self.jobs.ended_beyond(keep))
+        (self.jobs.queue(0), self.jobs.ended_beyond(keep, |_| false))
     }
 
     /// Returns the messages about all jobs and about the node.

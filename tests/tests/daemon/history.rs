@@ -5,7 +5,7 @@ use serde_json::Value;
 use xlaunch_tests::{Node, requirements, wait_for};
 
 xlaunch_harness::tests! {
-    cancelled_submissions_are_forgotten_at_once,
+    ended_jobs_beyond_the_limit_are_forgotten_after_clients_got_their_end,
     history_has_exit_code_and_usage_of_forgotten_jobs,
     account_that_a_killed_daemon_has_not_written_is_written_at_the_next_start,
     job_is_in_the_accounting_file_once_whatever_fails;
@@ -18,7 +18,7 @@ fn history(node: &Node, args: &[&str]) -> Vec<Value> {
     found.as_array().unwrap().clone()
 }
 
-fn cancelled_submissions_are_forgotten_at_once() {
+fn ended_jobs_beyond_the_limit_are_forgotten_after_clients_got_their_end() {
     let node = Node::new("keep = 2");
     let done = node.submit_shell("true");
     node.wait(done, "done");
@@ -26,20 +26,20 @@ fn cancelled_submissions_are_forgotten_at_once() {
         let held = node.submit(&["--hold", "--", "true"]).to_string();
         assert_eq!(node.run(&["cancel", &held]).code, 0);
     }
-    let listed = node.json(&["jobs", "--all"]);
-    let listed = listed.as_array().or_else(|| listed["jobs"].as_array()).unwrap();
-    let mut ids: Vec<_> = listed.iter().filter_map(|job| job["id"].as_u64()).collect();
-    ids.sort_unstable();
-    assert_eq!(ids, [done, 5, 6]);
+    wait_for("two cancelled jobs", || {
+        let listed = node.json(&["jobs", "--all"]);
+        let mut ids: Vec<_> = listed.as_array()?.iter().filter_map(|job| job["id"].as_u64()).collect();
+        ids.sort_unstable();
+        (ids == [done, 5, 6]).then_some(())
+    });
     assert_eq!(node.state_dir().join("jobs").read_dir().unwrap().count(), 3);
     node.configure("keep = 0");
     node.daemon().signal(Signal::HUP);
     wait_for("no ended jobs", || {
-        let held = node.submit(&["--hold", "--", "true"]).to_string();
-        let cancelled = node.run(&["cancel", &held]);
-        assert_eq!(cancelled.code, 0, "{}", cancelled.stderr);
         (node.run(&["jobs", "--all", "--json"]).stdout.trim() == "[]").then_some(())
     });
+    let submitted = node.run(&["submit", "--wait", "--", "sh", "-c", "exit 5"]);
+    assert_eq!(submitted.code, 5, "{}", submitted.stderr);
 }
 
 fn history_has_exit_code_and_usage_of_forgotten_jobs() {

@@ -117,6 +117,7 @@ pub(crate) async fn run(
             _ = tick.tick() => {
                 manager.rewrite_journal_if_needed();
                 manager.retry_accounts();
+                manager.forget_old_jobs();
                 on_tick(&manager.published.node);
             }
         }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
@@ -20,6 +20,8 @@ pub(super) enum AccountingState {
     Failed,
 }
 
+/// Time for which an ended job is kept even beyond `jobs.keep`, so that clients that wait for it learn how it ended.
+const FORGET_DELAY: Duration = Duration::from_secs(5);
 /// Minimum size for a compaction. The journal must also have grown to twice its last compacted size.
 const COMPACT_ABOVE_BYTES: u64 = 4 << 20;
 
@@ -110,10 +112,16 @@ impl Manager {
         }
     }
 
-    fn forget_old_jobs(&mut self) {
+    /// Forgets the oldest ended jobs, except those that have just ended: a later tick forgets these.
+    pub(super) fn forget_old_jobs(&mut self) {
         let keep = self.setup.config.borrow().jobs.keep;
         let kept_up_to = self.kept_up_to;
-        for job in self.jobs.ended_beyond(keep).into_iter().filter(|job| *job > kept_up_to) {
+        let is_recent = |job| {
+            let ended = self.runtime.get(&job).and_then(|runtime| runtime.ended);
+            ended.is_some_and(|at| at.elapsed() < FORGET_DELAY)
+        };
+        let old = self.jobs.ended_beyond(keep, is_recent);
+        for job in old.into_iter().filter(|job| *job > kept_up_to) {
             if self.write(Record::Forgotten { job }).is_err() {
                 return;
             }

@@ -50,7 +50,8 @@ use dependencies::Dependents;
 use examination::Examination;
 use usage::FairShares;
 
-/// Number of a user's ended jobs that are kept among those that never started, such as cancelled ones.
+/// Number of a user's ended jobs that are kept among those that never started, such as cancelled ones, and among those
+/// that have just ended.
 const KEPT_UNSTARTED: usize = 100;
 
 /// The state of a job in the diagram above.
@@ -385,8 +386,8 @@ impl Jobs {
 
     /// Returns the jobs to forget: for each user, all ended jobs except the last `keep` that were started and the last
     /// [`KEPT_UNSTARTED`] that were not. They are counted separately, so that cancelled submissions do not displace
-    /// results.
-    pub(crate) fn ended_beyond(&self, keep: usize) -> Vec<u64> {
+    /// results. The last [`KEPT_UNSTARTED`] of either kind are kept while `is_recent` returns true for them.
+    pub(crate) fn ended_beyond(&self, keep: usize, is_recent: impl Fn(u64) -> bool) -> Vec<u64> {
         let mut ended: BTreeMap<(u32, bool), Vec<(u64, u64)>> = BTreeMap::new();
         for (job, entry) in &self.jobs {
             if let Phase::Ended { started, order, .. } = entry.phase
@@ -399,8 +400,11 @@ impl Jobs {
         for ((_, has_started), mut jobs) in ended {
             let keep = if has_started { keep } else { keep.min(KEPT_UNSTARTED) };
             jobs.sort_unstable();
-            jobs.truncate(jobs.len().saturating_sub(keep));
-            forgotten.extend(jobs.into_iter().map(|(_, job)| job));
+            let (beyond, first_recent) =
+                (jobs.len().saturating_sub(keep), jobs.len().saturating_sub(KEPT_UNSTARTED));
+            let jobs = jobs.into_iter().map(|(_, job)| job).take(beyond).enumerate();
+            forgotten
+                .extend(jobs.filter(|(at, job)| *at < first_recent || !is_recent(*job)).map(|(_, job)| job));
         }
         forgotten
     }

@@ -276,9 +276,10 @@ fn oldest_ended_jobs_are_forgotten_first() {
     let jobs =
         of([submitted(1, 1, 0, 0), submitted(2, 1, 0, 0), submitted(3, 1, 0, 0), ended(2, 7), ended(1, 8)]);
     let jobs = accounted(jobs);
-    assert_eq!(jobs.ended_beyond(0), [2, 1]);
-    assert_eq!(jobs.ended_beyond(1), [2]);
-    assert!(jobs.ended_beyond(2).is_empty() && jobs.ended_beyond(3).is_empty());
+    assert_eq!(jobs.ended_beyond(0, |_| false), [2, 1]);
+    assert_eq!(jobs.ended_beyond(1, |_| false), [2]);
+    assert_eq!(jobs.ended_beyond(0, |job| job == 1), [2], "a client may wait for the end of job 1");
+    assert!(jobs.ended_beyond(2, |_| false).is_empty() && jobs.ended_beyond(3, |_| false).is_empty());
 }
 
 #[test]
@@ -289,12 +290,14 @@ fn keep_limit_applies_to_each_user_separately() {
         jobs.apply(ended(job, 6));
     }
     jobs = accounted(jobs);
-    assert_eq!(jobs.ended_beyond(1000), [2, 3], "of jobs that never started, only the last are kept");
+    let kept = "of jobs that never started, only the last are kept";
+    assert_eq!(jobs.ended_beyond(1000, |_| false), [2, 3], "{kept}");
+    assert_eq!(jobs.ended_beyond(0, |job| job > 1), [1, 2, 3], "{kept}");
     jobs.apply(submitted(900, 2, 0, 0));
     jobs.apply(starting(900, &[]));
     jobs.apply(ended(900, 7));
     let jobs = accounted(jobs);
-    assert!(!jobs.ended_beyond(1).iter().any(|job| [1, 900].contains(job)));
+    assert!(!jobs.ended_beyond(1, |_| false).iter().any(|job| [1, 900].contains(job)));
 }
 
 #[test]
@@ -305,8 +308,8 @@ fn jobs_are_forgotten_in_order_of_their_end_even_if_the_clock_is_set_back() {
         accounted(of(started(1).into_iter().chain(started(2)).chain(ends)))
     };
     let jobs = of_two(1000, 10);
-    assert_eq!(jobs.ended_beyond(1), [2]);
-    assert_eq!(of(jobs.records()).ended_beyond(1), [2], "also after the journal was rewritten");
+    assert_eq!(jobs.ended_beyond(1, |_| false), [2]);
+    assert_eq!(of(jobs.records()).ended_beyond(1, |_| false), [2], "also after the journal was rewritten");
 }
 
 #[test]
@@ -335,8 +338,8 @@ fn long_texts_are_cut_at_a_character() {
 #[test]
 fn ended_job_is_not_forgotten_before_it_is_in_the_accounting_file() {
     let mut jobs = of([submitted(1, 1, 0, 0), ended(1, 5), submitted(2, 1, 0, 0), ended(2, 6)]);
-    assert_eq!((jobs.ended_beyond(0), jobs.unaccounted.len()), (vec![], 2));
+    assert_eq!((jobs.ended_beyond(0, |_| false), jobs.unaccounted.len()), (vec![], 2));
     jobs.apply(Record::Accounted { jobs: vec![1] });
-    assert_eq!(jobs.ended_beyond(0), [1]);
+    assert_eq!(jobs.ended_beyond(0, |_| false), [1]);
     assert_eq!(of(jobs.records()), jobs, "the rewritten journal knows it");
 }
