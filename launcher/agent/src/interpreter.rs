@@ -27,7 +27,7 @@ pub(crate) fn argv(
         Program::Module(module) => (&["-m"], module),
         Program::RunPath(script) => (&["-c", RUN_PATH], script),
     };
-    let mut argv = vec![interpreter(environment, &own_dirs(environment))?, "-u".into()];
+    let mut argv = vec![find(environment)?, "-u".into()];
     argv.extend(how.iter().map(OsString::from));
     argv.push(target.clone());
     argv.extend_from_slice(arguments);
@@ -47,6 +47,14 @@ pub(crate) fn is_preloadable(argv: &[OsString]) -> bool {
 /// Returns whether a script is in source form rather than compiled, an archive or a directory.
 fn is_source(script: &[u8]) -> bool {
     !script.ends_with(b".pyc") && !script.ends_with(b".pyz") && !Path::new(OsStr::from_bytes(script)).is_dir()
+}
+
+/// Finds the interpreter for a launch by this process.
+///
+/// # Errors
+/// There is none.
+pub fn find(environment: Environment<'_>) -> Result<OsString, String> {
+    interpreter(environment, &own_dirs(environment))
 }
 
 /// Finds the interpreter, in this order: `PYTHON_EXEC`; the Python of the environment that xlaunch was called from, the

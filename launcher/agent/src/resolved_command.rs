@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::path::PathBuf;
 
 use xlaunch_spec::exit::ExitCode;
 
@@ -9,7 +10,7 @@ use crate::interpreter;
 use xlaunch_host::devices::Node;
 use xlaunch_spec::refusal::Refusal;
 
-pub use crate::interpreter::Environment;
+pub use crate::interpreter::{Environment, find as find_interpreter};
 pub use xlaunch_spec::command::{
     Binding, CommandSpec, LogOptions, Nproc, PerRank, Program, Signal, Streams, quote_line,
 };
@@ -63,7 +64,9 @@ pub fn resolve(
     let usage = |message: String| Refusal::new(ExitCode::Usage, message);
     check_script(&spec.program, environment)?;
     let name = spec.name();
-    let argv = interpreter::argv(&spec.program, &spec.arguments, environment).map_err(usage)?;
+    let chosen = spec.interpreter.clone().map(PathBuf::into_os_string);
+    let lookup = |name: &str| chosen.clone().filter(|_| name == "PYTHON_EXEC").or_else(|| environment(name));
+    let argv = interpreter::argv(&spec.program, &spec.arguments, &lookup).map_err(usage)?;
     let nproc = match spec.nproc {
         Nproc::Count(count) => count,
         counted => {
@@ -162,6 +165,10 @@ pub mod tests {
             let message = format!("{}: no such file", script("nosuch.py").display());
             assert_eq!(refused(program, &path), Err(message));
         }
+        let mut submitted = CommandSpec::new(Program::Script(script("a.py")), Vec::new());
+        submitted.interpreter = Some("/venv/bin/python3".into());
+        let resolved = resolve(submitted, &path, &|| unreachable!()).unwrap();
+        assert_eq!(resolved.argv[0], "/venv/bin/python3", "that of the client precedes PATH");
         // Python may find these elsewhere, or they are not files at all.
         let wrapper = |name: &str| (name == "PYTHON_EXEC").then(|| OsString::from("in-container"));
         assert_eq!(refused(Program::Script(script("nosuch.py")), &wrapper), Ok(()));

@@ -26,7 +26,7 @@ use super::scheduling::Scheduling;
 use super::torchrun::{self, Name, Request, Scope};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{job, text};
-use xlaunch_agent::resolved_command;
+use xlaunch_agent::resolved_command::{self, Program};
 use xlaunch_spec::refusal::Refusal;
 
 /// Maximum size of the environment: the daemon refuses larger ones.
@@ -178,8 +178,12 @@ fn work(target: &[OsString], environment: &dyn Fn(&str) -> Option<OsString>) -> 
             );
             return Err(Refusal::new(ExitCode::Usage, message));
         }
-        Request::Command(spec, _) => {
+        Request::Command(mut spec, _) => {
             resolved_command::check_script(&spec.program, environment)?;
+            if !matches!(spec.program, Program::Binary(_)) {
+                // The daemon may run from another directory. If nothing is found here, its agent looks, and reports it.
+                spec.interpreter = resolved_command::find_interpreter(environment).ok().map(Into::into);
+            }
             Parsed::Work(Work::CommandSpecJson(spec.to_json()))
         }
         Request::Ssh(_) => {
@@ -347,6 +351,9 @@ mod tests {
         assert_eq!(spec("-m train", &variable).nproc, Nproc::Count(3));
         assert_eq!(spec("--nproc gpu -m train", &variable).nproc, Nproc::Gpu);
         assert_eq!(spec("--preload torch -m train", &variable).preload, ["torch"]);
+        let python = |name: &str| (name == "PYTHON_EXEC").then(|| "/venv/python".into());
+        assert_eq!(spec("-m train", &python).interpreter, Some("/venv/python".into()));
+        assert_eq!(spec("-- train", &python).interpreter, None);
     }
 
     #[test]

@@ -62,6 +62,7 @@ pub(super) fn command(
         flight_recorder: reader.is_set("flight-recorder")?,
         logs: logs(reader)?,
         program: defaults.program,
+        interpreter: None,
     })
 }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
 
 use super::{CommandSpec, CommandSpecError, MAX_NPROC, MAX_TIMEOUT, Nproc, Program};
 
@@ -32,12 +33,13 @@ impl CommandSpec {
             return Err(invalid("program", "is empty".into()));
         }
         let logs = &self.logs;
-        let dir = logs.dir.as_ref().map_or(OsStr::new(""), |dir| dir.as_os_str());
+        let text = |path: &Option<PathBuf>| path.clone().unwrap_or_default();
         check_text("role", self.role.as_ref())?;
         check_text("run_id", self.run_id.as_deref().unwrap_or_default().as_ref())?;
         check_text("master_addr", self.master_addr.as_ref())?;
         check_text("logs.prefix", logs.prefix.as_deref().unwrap_or_default().as_ref())?;
-        check_text("logs.dir", dir)?;
+        check_text("logs.dir", text(&logs.dir).as_os_str())?;
+        check_text("interpreter", text(&self.interpreter).as_os_str())?;
         for (field, filters) in
             [("logs.stdout_filters", &logs.stdout_filters), ("logs.stderr_filters", &logs.stderr_filters)]
         {

@@ -4,7 +4,8 @@
 //! command line --flags, PET_*--> CommandSpec --JSON--> daemon (queue, disk) --JSON--> agent --resolve--> argv, workers
 //! ```
 //! The command line is parsed once, where the user typed it. Values that depend on the node that runs the command are
-//! left unresolved: the interpreter of Python programs, and the number of workers for `auto`, `gpu` and `cpu`.
+//! left unresolved: the number of workers for `auto`, `gpu` and `cpu`, and, unless the same node runs them, the
+//! interpreter of Python programs.
 
 mod check;
 mod group;
@@ -53,6 +54,10 @@ pub struct CommandSpec {
     pub nproc: Nproc,
     /// The program that each worker runs.
     pub program: Program,
+    /// The Python interpreter of the program, for a daemon on the node where the command line was typed. Default: found
+    /// where the command runs.
+    #[serde(default, with = "os_text::path")]
+    pub interpreter: Option<PathBuf>,
     /// Arguments of the program. `$local_rank` and `${local_rank}` are replaced by the worker's local rank, and `$$` in
     /// arguments of Python programs by `$`.
     #[serde(with = "os_text::list")]
@@ -219,6 +224,7 @@ impl CommandSpec {
         Self {
             nproc: Nproc::Count(1),
             program,
+            interpreter: None,
             arguments,
             preload: Vec::new(),
             role: "default".into(),

@@ -16,6 +16,7 @@ fn full() -> CommandSpec {
     CommandSpec {
         nproc: Nproc::Gpu,
         program: Program::Script(raw(b"./\xff")),
+        interpreter: Some(raw(b"/venv/\xff").into()),
         arguments: vec!["--lr".into(), raw(b"\xfe=1"), "".into()],
         preload: vec!["torch".into(), "torch.distributed".into()],
         role: "trainer".into(),
