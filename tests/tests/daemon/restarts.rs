@@ -47,7 +47,7 @@ fn past_restarts_of_a_job_survive_restart_of_the_daemon() {
         wait_for("the restart in the daemon's log", || is_logged(&node, attempt).then_some(()));
     }
     node.kill_and_restart_daemon();
-    node.wait(job, "running");
+    assert_eq!(node.job(job)["state"], "running", "the first answer of the new daemon");
     let found = wait_for("the job's status", || {
         Some(past_restarts(&node, job)).filter(|restarts| !restarts.is_empty())
     });

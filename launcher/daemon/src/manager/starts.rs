@@ -74,7 +74,9 @@ impl Manager {
             max_tasks: config.jobs.max_tasks.unwrap_or_else(resources::default_max_tasks),
         };
         drop(config);
-        let runtime = JobRuntime::new(fresh);
+        let mut runtime = JobRuntime::new(fresh);
+        // Before the follower has found its agent, an adopted job must not look as if it had not started.
+        runtime.runs = !fresh && self.setup.dirs.has_begun(job, *start);
         let is_stopping = cancelled.is_some() || over_limit.is_some();
         runtime.stop.send_replace(if is_stopping { Stop::Ask } else { Stop::No });
         let follower = Follower {
