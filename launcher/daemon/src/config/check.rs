@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use nix::unistd::Group;
 use xlaunch_spec::job::Invalid;
+use xlaunch_spec::quantities::time_text;
 
 use super::{DaemonConfig, HooksSection, JobsSection};
 use crate::files::{agent_socket, check_socket};
@@ -36,6 +37,7 @@ pub(crate) fn check(path: Option<&Path>) -> Findings {
     let mut findings = Findings { errors, warnings: Vec::new() };
     let inventory = GpuMonitor::poll_once();
     findings.errors.extend(unknown_gpus(&config.jobs, &inventory));
+    findings.warnings.extend(default_time_above_max(&config.jobs));
     if !inventory.problem.is_empty() {
         findings.warnings.push(format!("the GPUs are unknown: {}", inventory.problem));
     }
@@ -108,6 +110,14 @@ pub(crate) fn problem_of(program: &Path) -> Option<String> {
     }
 }
 
+/// Returns a warning if jobs cannot get their default time limit.
+fn default_time_above_max(jobs: &JobsSection) -> Option<String> {
+    let (default, max) = (jobs.default_time?.0, jobs.max_time?.0);
+    let (shown, limit) = (time_text(default), time_text(max));
+    (default > max)
+        .then(|| format!("jobs.default_time: {shown} is more than jobs.max_time: jobs get {limit}"))
+}
+
 /// Returns a warning for each item of `jobs.leave_gpus` that matches no GPU: it may be misspelt, in which case jobs
 /// would run on the GPU that was meant. Empty if the GPUs are unknown.
 pub(crate) fn unknown_gpus(jobs: &JobsSection, inventory: &Inventory) -> Vec<String> {
@@ -122,7 +132,10 @@ pub(crate) fn unknown_gpus(jobs: &JobsSection, inventory: &Inventory) -> Vec<Str
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::config::Span;
     use crate::gpus::GpuFacts;
     use xlaunch_proto::v1::Gpu;
 
@@ -169,6 +182,21 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn default_time_that_no_job_can_have_is_pointed_out() {
+        let warning = |default: Option<u64>, max: Option<u64>| {
+            let [default_time, max_time] =
+                [default, max].map(|hours| hours.map(|hours| Span(Duration::from_secs(3600 * hours))));
+            default_time_above_max(&JobsSection { default_time, max_time, ..JobsSection::default() })
+        };
+        let expected = "jobs.default_time: 3h is more than jobs.max_time: jobs get 2h";
+        assert_eq!(warning(Some(3), Some(2)).as_deref(), Some(expected));
+        assert_eq!(
+            [warning(Some(2), Some(2)), warning(Some(3), None), warning(None, Some(2))],
+            [const { None }; 3]
+        );
     }
 
     #[test]
