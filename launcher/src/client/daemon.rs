@@ -410,7 +410,11 @@ impl DaemonClient {
 /// Returns the end of a message about a daemon that does not answer: where to look. systemd accepts connections to the
 /// node's daemon even if that does not start.
 fn hint(socket: &Path) -> &'static str {
-    if socket == Path::new(SYSTEM_SOCKET) { "; `systemctl status xlaunch` shows its state" } else { "" }
+    if socket == Path::new(SYSTEM_SOCKET) {
+        "; `systemctl status xlaunch` shows its state, and why it does not start, such as an error in daemon.toml"
+    } else {
+        ""
+    }
 }
 
 /// Returns whether the request or its reply was lost, so that repeating an idempotent call may succeed.
@@ -485,8 +489,8 @@ mod tests {
             let channel = tonic::transport::Endpoint::from_static("http://unused").connect_lazy();
             DaemonClient { socket: socket.into(), client: NodeClient::new(channel) }.timed_out()
         };
-        let status = "; `systemctl status xlaunch` shows its state";
-        assert!(message(SYSTEM_SOCKET).ends_with(status), "{}", message(SYSTEM_SOCKET));
+        let status = "; `systemctl status xlaunch` shows its state, and why it does not start";
+        assert!(message(SYSTEM_SOCKET).contains(status), "{}", message(SYSTEM_SOCKET));
         assert!(!message("/a.sock").contains(status), "{}", message("/a.sock"));
     }
 
