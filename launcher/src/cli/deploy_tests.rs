@@ -1,9 +1,11 @@
 //! Tests that the files in `deploy/kubernetes` and `deploy/slurm` agree with this program: command lines, exit codes
-//! and timeouts. `tests/tests/external` checks the manifests against the schemas of Kubernetes.
+//! and timeouts. `tests/tests/external` checks the manifests against the schemas of Kubernetes. Also tests that the
+//! removal of the Debian package keeps the directories of running jobs.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use xlaunch_agent::config;
@@ -200,4 +202,33 @@ fn images_and_configurations_of_manifests_are_current() {
         let loaded = config::load(&path, &[]).unwrap_or_else(|error| panic!("{manifest}: {error:?}"));
         assert!(loaded.warnings.is_empty(), "{manifest}: {:?}", loaded.warnings);
     }
+}
+
+#[test]
+fn purge_of_the_package_keeps_the_directories_of_a_running_daemon_and_of_running_jobs() {
+    let dir = tempfile::tempdir().unwrap();
+    let state = dir.path().join("xlaunch");
+    let state_dir = state.display().to_string();
+    let script = text("debian/postrm").replace("/var/lib/xlaunch", &state_dir);
+    let script = script.replace("/run/xlaunch", &format!("{state_dir}/run")).replace("/run/systemd", "/none");
+    let purge = || {
+        let done = Command::new("sh").args(["-c", &script, "postrm", "purge"]).output().unwrap();
+        assert!(done.status.success(), "{done:?}");
+        String::from_utf8(done.stderr).unwrap()
+    };
+    fs_err::create_dir_all(state.join("jobs/7/agent")).unwrap();
+    let lock = fs_err::File::create(state.join("lock")).unwrap();
+    lock.file().lock().unwrap();
+    assert!(purge().contains("the daemon still runs") && state.exists());
+    drop(lock);
+    // An agent's command line ends with the directory of its job. This process ends with its input.
+    let agent = format!("{state_dir}/jobs/7/agent");
+    let mut agent =
+        Command::new("sh").args(["-c", "read line", &agent]).stdin(Stdio::piped()).spawn().unwrap();
+    let message = purge();
+    drop(agent.stdin.take());
+    agent.wait().unwrap();
+    assert!(message.contains("jobs still run") && state.exists(), "{message}");
+    assert_eq!(purge(), "");
+    assert!(!state.exists());
 }
