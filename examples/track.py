@@ -10,14 +10,19 @@ configuration, and the lines of metrics.jsonl the history. Where the service is,
 business: WANDB_MODE=offline (later `wandb sync`), WANDB_API_KEY, MLFLOW_TRACKING_URI.
 
 A step is sent once, also if a failure repeats it. With --follow, the end of the run ends this program. A run that has
-failed or was stopped is marked as such.
+failed, was stopped or was killed is marked as such.
 """
 
 import argparse
+import fcntl
 import json
 import pathlib
 import sys
 import time
+
+# Seconds without a writer after which a run counts as killed. Until then, another node may take over rank 0.
+WRITER_TIMEOUT = 60
+KILLED = 137
 
 
 def flat(value, prefix=""):
@@ -29,9 +34,11 @@ def flat(value, prefix=""):
 
 def lines(run, follow):
     """Yields (step, time, metrics) of each complete line, in order of steps."""
-    path, sent = run / "metrics.jsonl", {}
+    path, sent, written = run / "metrics.jsonl", {}, time.monotonic()
     while True:
         ended = (run / "summary.json").exists()
+        if is_written(run):
+            written = time.monotonic()
         for text in path.read_text().splitlines(keepends=True) if path.exists() else []:
             if not text.endswith("\n"):
                 break
@@ -43,15 +50,28 @@ def lines(run, follow):
             sent.update(dict.fromkeys(new, step))
             if new:
                 yield step, seconds, new
-        if ended or not follow:
+        if ended or not follow or time.monotonic() - written > WRITER_TIMEOUT:
             return
         time.sleep(2)
+
+
+def is_written(run):
+    """Returns whether a launch writes to metrics.jsonl, which it locks, or whether that is unknown."""
+    try:
+        # On NFS, only files that are open for writing can be locked.
+        with open(run / "metrics.jsonl", "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
 
 
 def exit_code(run):
     """Returns the exit code of a run, or None before its end."""
     summary = run / "summary.json"
-    return json.loads(summary.read_text())["exit_code"] if summary.exists() else None
+    if summary.exists():
+        return json.loads(summary.read_text())["exit_code"]
+    return None if is_written(run) else KILLED
 
 
 def to_wandb(path, project, config, history):
@@ -80,7 +100,8 @@ def to_mlflow(path, project, config, history):
         client.log_batch(run, [Metric(key, value, round(1000 * seconds), step) for key, value in metrics.items()])
     code = exit_code(path)
     if code is not None:
-        client.set_terminated(run, {0: "FINISHED", 130: "KILLED", 143: "KILLED"}.get(code, "FAILED"))
+        status = "FINISHED" if code == 0 else "KILLED" if code in (130, KILLED, 143) else "FAILED"
+        client.set_terminated(run, status)
 
 
 def main():

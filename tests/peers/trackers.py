@@ -2,7 +2,8 @@
 
     python3 tests/peers/trackers.py RUN     # needs wandb, mlflow
 
-Also sends a copy of the run that has failed. Prints a line for each service; exit code 1 if one differs.
+Also sends copies of the run that have failed and that were killed. Prints a line for each service; exit code 1 if one
+differs.
 """
 
 import collections
@@ -20,7 +21,10 @@ BLOCK, HEADER, FILE_HEADER = 32768, 7, 7
 
 def track(service, run, folder, **variables):
     environment = {**os.environ, **variables}
-    command = [sys.executable, TRACK, service, run, "--follow", "--project", "test"]
+    # A killed run is noticed at once.
+    main = "import track; track.WRITER_TIMEOUT = 0; track.main()"
+    environment["PYTHONPATH"] = str(TRACK.parent)
+    command = [sys.executable, "-c", main, service, run, "--follow", "--project", "test"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -68,7 +72,8 @@ def of_mlflow(run, folder, code):
 
     client = MlflowClient(uri)
     [stored] = client.search_runs([client.get_experiment_by_name("test").experiment_id])
-    assert stored.info.status == ("FAILED" if code else "FINISHED") and stored.data.params["train.batch"], stored
+    status = {0: "FINISHED", 1: "FAILED", 137: "KILLED"}[code]
+    assert stored.info.status == status and stored.data.params["train.batch"], stored
     history = {key: client.get_metric_history(stored.info.run_id, key) for key in stored.data.metrics}
     return {key: {metric.step: metric.value for metric in metrics} for key, metrics in history.items()}
 
@@ -84,12 +89,15 @@ def main():
     same = True
     for name, read in [("wandb", of_wandb), ("mlflow", of_mlflow)]:
         equal = True
-        for code in (0, 1):
+        for code in (0, 1, 137):
             with tempfile.TemporaryDirectory() as folder:
                 copy = pathlib.Path(folder) / "run"
                 shutil.copytree(run, copy, symlinks=True)
                 summary = json.loads((copy / "summary.json").read_text())
-                (copy / "summary.json").write_text(json.dumps({**summary, "exit_code": code}))
+                if code == 137:
+                    (copy / "summary.json").unlink()
+                else:
+                    (copy / "summary.json").write_text(json.dumps({**summary, "exit_code": code}))
                 found = read(copy, pathlib.Path(folder), code)
             equal &= {key: dict(values) for key, values in found.items()} == expected
         print(f"{name}: {'equal' if equal else f'DIFFERENT: {found}, {expected}'}", flush=True)

@@ -2,7 +2,8 @@
 //!
 //! A record is written completely or not at all: the rest of a failed write is truncated. Records that could not be
 //! written are queued in order until the next write. The queue is bounded; records that do not fit are counted as lost.
-//! A file that someone has deleted begins again.
+//! A file that someone has deleted begins again. The file is locked as long as it is open, so that programs that follow
+//! it notice a writer that was killed.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -49,7 +50,10 @@ impl Appender {
             Some(file) => Ok(file),
             none => {
                 // Opened in append mode, so that truncation by a user leaves no hole.
-                Ok(none.insert(OpenOptions::new().create(true).append(true).open(&self.path)?))
+                let file = OpenOptions::new().create(true).append(true).open(&self.path)?;
+                // Not all file systems have locks. It is shared, as the previous node of rank 0 may still hold it.
+                let _ = file.file().try_lock_shared();
+                Ok(none.insert(file))
             }
         }
     }
@@ -136,7 +140,8 @@ mod tests {
         let path = run.join("records");
         let mut appender = Appender::new(path.clone());
         appender.append(b"first\n".into()).unwrap();
-        File::create(&path).unwrap();
+        let reader = File::create(&path).unwrap();
+        assert!(reader.file().try_lock().is_err(), "readers see that there is a writer");
         appender.append(b"second\n".into()).unwrap();
         assert_eq!(fs_err::read(&path).unwrap(), b"second\n");
         fs_err::remove_dir_all(run).unwrap();
