@@ -1,6 +1,7 @@
 //! Measures the waiting times of 10,000 simulated jobs on 8 GPUs, and the duration of a pass over a queue of 10,000
 //! jobs.
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use xlaunch_daemon::state::simulation::{Policy, simulate, time_of_pass};
@@ -8,10 +9,13 @@ use xlaunch_daemon::state::simulation::{Policy, simulate, time_of_pass};
 const JOBS: usize = 10_000;
 const SEED: u64 = 1;
 
-#[expect(clippy::print_stdout, reason = "the table is the result")]
-fn main() {
-    // Tests of the daemon use cargo's profile for benches, without optimization.
-    assert!(!cfg!(debug_assertions), "add `--profile release` to cargo's arguments");
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "the table is the result")]
+fn main() -> ExitCode {
+    // cargo's profile for benches is that of tests, which does not optimize the daemon.
+    if cfg!(debug_assertions) {
+        eprintln!("this build is not optimized: add `--profile release` to cargo's arguments");
+        return ExitCode::FAILURE;
+    }
     let hours = |time: Duration| time.as_secs_f64() / 3600.0;
     println!(
         "| policy | mean wait | 95th percentile | utilisation | makespan | pass over {JOBS} queued jobs |"
@@ -29,4 +33,5 @@ fn main() {
             time_of_pass(JOBS, policy).as_secs_f64() * 1000.0
         );
     }
+    ExitCode::SUCCESS
 }

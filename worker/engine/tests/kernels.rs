@@ -235,8 +235,8 @@ const LARGE_TILES: [&str; 2] =
 
 /// Leaves out most repetitions among cases of attention, which take most of the time here: with bf16,
 /// [`all_variants_of_attention_match_the_cpu`] runs those of [`HOPPER_WIDTHS`]; FP32 and TF32, whose kernels differ in
-/// their multiplications alone, share half of all cases. Of attention over a cache, half of the cases run with FP32, and
-/// all with bf16. With bf16, other tests run all cases of gated activations in GEMMs and of symmetric products.
+/// their multiplications alone, share half of the others. Of attention over a cache, half of the cases run with FP32,
+/// and all with bf16. With bf16, other tests run all cases of gated activations in GEMMs and of symmetric products.
 fn without_repeats(precision: Precision, cases: Vec<Case>) -> Vec<Case> {
     let (mut attention, mut cached) = (0.., 0..);
     let mut is_kept = |name: &str| {
