@@ -109,7 +109,8 @@ fn job_that_a_worker_submits_uses_its_own_nodes() {
     let next = slurm.home().join("next");
     let script = format!("#!/bin/sh\nsrun {} -- sh -c 'echo $RANK/$WORLD_SIZE'\n", xlaunch());
     std::fs::write(&next, script).unwrap();
-    let submit = ["sbatch", "--parsable", "-N2", "--output=out", next.to_str().unwrap()];
+    // The number of tasks would be inherited, too.
+    let submit = ["sbatch", "--parsable", "-N2", "-n2", "--output=out", next.to_str().unwrap()];
     let run = slurm.run("srun", &[&["-N1", &xlaunch(), "--"], &submit[..]].concat());
     assert_eq!(run.code, 0, "{}", run.stderr);
     slurm.wait_for_state(run.stdout.trim(), "COMPLETED");
