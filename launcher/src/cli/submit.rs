@@ -125,15 +125,20 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
     let Some(job) = reply.job else {
         return Err(Refusal::new(ExitCode::Internal, "the daemon's reply contains no job").into());
     };
-    if let (Some(first), Some(last)) = (reply.array.first(), reply.array.last()) {
-        return print(submitted_array(first.id, last.id, &reply.array, options.json).as_bytes())
-            .map(|()| ExitCode::Done);
-    }
     let id = job.id;
-    match (options.json, options.wait) {
-        (true, true) => {}
-        (true, false) => print(text::json(&json::job(&job)).as_bytes())?,
-        (false, _) => print(format!("job {id}\n").as_bytes())?,
+    let (added, answer) = match (reply.array.first(), reply.array.last()) {
+        (Some(first), Some(last)) => (
+            format!("jobs {}-{}", first.id, last.id),
+            submitted_array(first.id, last.id, &reply.array, options.json),
+        ),
+        _ if options.json && options.wait => (format!("job {id}"), String::new()),
+        _ if options.json => (format!("job {id}"), text::json(&json::job(&job))),
+        _ => (format!("job {id}"), format!("job {id}\n")),
+    };
+    // Otherwise a script might submit it again.
+    print(answer.as_bytes()).inspect_err(|_| print_note(&format!("{added} was added to the queue")))?;
+    if !reply.array.is_empty() {
+        return Ok(ExitCode::Done);
     }
     if std::io::stderr().is_terminal() {
         print_note(&hint(&job, options.wait));

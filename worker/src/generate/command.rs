@@ -54,7 +54,8 @@ pub fn run(
     sink: &mut dyn FnMut(usize, usize, Update<'_>),
 ) -> Result<(), Refusal> {
     let Command { model, adapter, tokenizer, raw, .. } = command;
-    let (source, settings) = Settings::open(model, adapter.as_deref(), tokenizer.as_deref(), *raw, note)?;
+    let (source, settings) =
+        Settings::open(model, adapter.as_deref(), tokenizer.as_deref(), *raw, command.sampling, note)?;
     let options = |prompt: &[u32]| Options {
         max_tokens: command.max_tokens.unwrap_or_else(|| settings.max_tokens(prompt.len())),
         sampling: settings.sampling(command.sampling),
@@ -71,6 +72,8 @@ pub fn run(
         })?);
     }
     let fits = skip_long(&prompts, source.shape.seq, note)?;
+    let lengths = fits.iter().map(|index| prompts[*index].len()).filter(|_| command.max_tokens.is_none());
+    settings.no_room(lengths).iter().for_each(|line| note(line));
     let samples = command.samples.max(1);
     let long = (0..prompts.len()).filter(|index| !fits.contains(index));
     for (prompt, sample) in long.flat_map(|prompt| (0..samples).map(move |sample| (prompt, sample))) {

@@ -57,13 +57,14 @@ impl Settings {
         adapter: Option<&Path>,
         tokenizer: Option<&str>,
         raw: bool,
+        user: SamplingOverrides,
         note: &mut dyn FnMut(&str),
     ) -> Result<(Source, Self), Refusal> {
         let source = Source::find(model)?.with_adapter(adapter)?;
         source.notes.iter().for_each(|line| note(line));
         let tokenizer = source.tokenizer(tokenizer)?;
         let settings = Self::new(&source, tokenizer, raw);
-        if let Some(line) = settings.warning() {
+        if let Some(line) = settings.warning(settings.sampling(user).temperature > 0.0) {
             note(&line);
         }
         settings.tokenizer.loading_warnings().iter().for_each(|line| note(line));
@@ -136,9 +137,9 @@ impl Settings {
         config.filter(|_| !self.raw && !self.is_run)
     }
 
-    /// Returns a warning about settings of the model that have no effect.
-    pub fn warning(&self) -> Option<String> {
-        let names = without_effect(self.generation_config()?, self.vocabulary.size);
+    /// Returns a warning about settings of the model that have no effect. `samples`: whether tokens are drawn.
+    pub fn warning(&self, samples: bool) -> Option<String> {
+        let names = without_effect(self.generation_config()?, self.vocabulary.size, samples);
         let verbs = if names.len() == 1 { ("is", "has") } else { ("are", "have") };
         (!names.is_empty()).then(|| {
             let names = names.join(", ");
@@ -180,6 +181,17 @@ impl Settings {
         let rest = || Some(count("max_length")?.saturating_sub(prompt));
         count("max_new_tokens").or_else(rest).unwrap_or(DEFAULT_MAX_TOKENS)
     }
+
+    /// Warns of prompts of these numbers of tokens after which [`max_tokens`](Self::max_tokens) leaves no text.
+    pub(super) fn no_room(&self, prompts: impl Iterator<Item = usize>) -> Option<String> {
+        let full = prompts.filter(|tokens| self.max_tokens(*tokens) == 0).count();
+        (full > 0).then(|| {
+            format!(
+                "warning: `max_length` of generation_config.json leaves no room for a text after {full} of the prompts; \
+                 set --max-tokens"
+            )
+        })
+    }
 }
 
 /// Returns whether a value of a key that is read is possible. Those of other keys count as valid.
@@ -201,8 +213,9 @@ fn is_valid(key: &str, value: &Value) -> bool {
 }
 
 /// Returns the keys of `generation_config.json` that would change the texts of `transformers`, but not those here, for
-/// messages: with their value if the key is read, but not this value. `vocab`: number of the model's ids.
-fn without_effect(config: &Map<String, Value>, vocab: usize) -> Vec<String> {
+/// messages: with their value if the key is read, but not this value. `vocab`: number of the model's ids. `samples`:
+/// whether tokens are drawn.
+fn without_effect(config: &Map<String, Value>, vocab: usize, samples: bool) -> Vec<String> {
     const READ_SETTINGS: [&str; 4] = ["do_sample", "eos_token_id", "max_length", "max_new_tokens"];
     const READ_SAMPLING_SETTINGS: [&str; 3] = ["temperature", "top_k", "top_p"];
     // Each with the number that asks for nothing; `null` and `false` do as well, and lists that are empty.
@@ -240,7 +253,7 @@ fn without_effect(config: &Map<String, Value>, vocab: usize) -> Vec<String> {
         ("top_h", NO_NUMBER),
         ("typical_p", 1.0),
     ];
-    let samples = config.get("do_sample").and_then(Value::as_bool) == Some(true);
+    let reads_sampling = config.get("do_sample").and_then(Value::as_bool) == Some(true);
     let exceeds = |key: &str, value: &Value| {
         key == "eos_token_id" && numbers(Some(value)).iter().any(|id| *id as usize >= vocab)
     };
@@ -254,7 +267,7 @@ fn without_effect(config: &Map<String, Value>, vocab: usize) -> Vec<String> {
     let ignored = keys
         .filter(|(key, neutral)| config.get(*key).is_some_and(|value| !asks_for_nothing(value, *neutral)))
         .map(|(key, _)| format!("`{key}`"));
-    let keys = READ_SETTINGS.iter().chain(READ_SAMPLING_SETTINGS.iter().filter(|_| samples));
+    let keys = READ_SETTINGS.iter().chain(READ_SAMPLING_SETTINGS.iter().filter(|_| reads_sampling));
     let invalid = keys.filter_map(|key| {
         let value =
             config.get(*key).filter(|value| !is_valid(key, value) || exceeds(key, value))?.to_string();
@@ -288,7 +301,9 @@ mod tests {
 
     #[test]
     fn settings_without_effect_are_named() {
-        let found = |config: Value| without_effect(config.as_object().unwrap(), 256);
+        let found = |config: Value| {
+            without_effect(config.as_object().unwrap(), 256, config["do_sample"] == Value::Bool(true))
+        };
         assert_eq!(
             found(json!({"repetition_penalty": 1.1, "num_beams": 4})),
             ["`num_beams`", "`repetition_penalty`"]
@@ -317,6 +332,8 @@ mod tests {
         );
         assert_eq!(found(json!({"do_sample": true, "min_p": 0.1, "top_h": 1.0})), ["`min_p`", "`top_h`"]);
         assert_eq!(found(json!({"do_sample": false, "min_p": 0.1, "top_h": 0.4})), [""; 0]);
+        let drawn_by_option = json!({"min_p": 0.1, "temperature": -1});
+        assert_eq!(without_effect(drawn_by_option.as_object().unwrap(), 256, true), ["`min_p`"]);
         let neutral = json!({
             "do_sample": true, "repetition_penalty": 1, "num_beams": 1, "typical_p": 1.0, "min_p": null, "top_k": 20,
             "bad_words_ids": [], "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "max_time": null,
@@ -391,7 +408,9 @@ mod tests {
             (json!({"max_length": 20, "max_new_tokens": 7}), 7),
             (json!({"max_length": null, "max_new_tokens": 0}), 128),
         ] {
-            assert_eq!(settings(config.clone(), false).max_tokens(5), expected, "{config}");
+            let found = settings(config.clone(), false);
+            assert_eq!(found.max_tokens(5), expected, "{config}");
+            assert_eq!(found.no_room([1, 5].into_iter()).is_some(), expected == 0, "{config}");
             assert_eq!(settings(config, true).max_tokens(5), 128);
         }
     }

@@ -46,8 +46,9 @@ impl Command {
     /// Finds the model, without reading its weights. `note` receives lines for the user.
     pub fn open(&self, note: &mut dyn FnMut(&str)) -> Result<(Source, Service), Refusal> {
         let Self { model, adapter, tokenizer, .. } = self;
+        let user = SamplingOverrides::default();
         let (source, settings) =
-            Settings::open(model, adapter.as_deref(), tokenizer.as_deref(), false, note)?;
+            Settings::open(model, adapter.as_deref(), tokenizer.as_deref(), false, user, note)?;
         let (seq, vocab) = (source.shape.seq, source.shape.vocab);
         let context = self.context.unwrap_or(seq);
         if !(1..=seq).contains(&context) {
