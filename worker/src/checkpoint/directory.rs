@@ -24,7 +24,7 @@ use super::{CheckpointError, MANIFEST, State, name, parse_optimizer_name, read};
 /// Name of a run's subdirectory for checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
 /// Name of the link to the newest run in the directory of a job.
-const LATEST: &str = "latest";
+pub(crate) const LATEST: &str = "latest";
 /// Maximum number of runs that a message names.
 const MAX_NAMED_RUNS: usize = 3;
 /// Suffix of checkpoints that are never deleted.
@@ -362,7 +362,7 @@ pub fn check_room(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
 /// opened only if the name of a checkpoint is newer: that checkpoint may be damaged, or belong to another run.
 ///
 /// # Errors
-/// If no checkpoint is left although the run began with one.
+/// If no checkpoint is left although the run began with one, or those in `dir` are damaged.
 pub fn recover(
     dir: &Path,
     run: &str,
@@ -382,7 +382,7 @@ pub fn recover(
         notes.push(error.to_string());
         Vec::new()
     });
-    let mut own = None;
+    let (mut own, mut failure) = (None, None);
     for Found { path, state, .. } in found {
         match state {
             Ok(state) if state.run == run => {
@@ -390,7 +390,10 @@ pub fn recover(
                 break;
             }
             Ok(_) => {}
-            Err(error) => notes.push(reject(&path, &error)),
+            Err(error) => {
+                notes.push(reject(&path, &error));
+                failure = failure.or(Some(error));
+            }
         }
     }
     let newest = own.as_ref().map(|(step, _)| *step);
@@ -412,7 +415,14 @@ pub fn recover(
             notes.extend(rejected);
             Some(choice.path)
         }
-        source => source.map(PathBuf::from),
+        Some(source) => Some(source.into()),
+        None => match failure {
+            Some(error) => return Err(error),
+            None => {
+                notes.push("no checkpoint of this run: starting at step 1".into());
+                None
+            }
+        },
     };
     Ok(Recovered { checkpoint, notes, ..Recovered::default() })
 }

@@ -187,8 +187,8 @@ impl Settings {
         let full = prompts.filter(|tokens| self.max_tokens(*tokens) == 0).count();
         (full > 0).then(|| {
             format!(
-                "warning: `max_length` of generation_config.json leaves no room for a text after {full} of the prompts; \
-                 set --max-tokens"
+                "warning: `max_length` of generation_config.json leaves no room for texts after {full} prompts; set \
+                 --max-tokens"
             )
         })
     }

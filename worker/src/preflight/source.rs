@@ -83,18 +83,23 @@ fn selected(
     }))
 }
 
-/// Returns the newest checkpoint of the newest run that has one.
+/// Returns the newest checkpoint of the newest run that has one. The run to which `latest` leads counts as the newest,
+/// whatever the clocks were when the others began.
 ///
 /// # Errors
 /// If there are checkpoints but none is valid.
 fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<Choice>, CheckpointError> {
     let mut runs: Vec<PathBuf> =
         fs_err::read_dir(job_dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    // The directory also contains a link to the newest run, and marker files of nodes.
+    let latest = fs_err::read_link(job_dir.join(directory::LATEST)).ok();
+    let is_latest = |run: &Path| latest.as_ref().is_some_and(|latest| job_dir.join(latest) == run);
+    // The directory also contains that link, and marker files of nodes.
     runs.retain(|path| !path.is_symlink() && path.is_dir());
     // A copy of a run has a new modification time, but the same name.
     let named = runs.iter().all(|run| time_in_name(run).is_some() || started(run).is_none());
-    runs.sort_by_cached_key(|path| (time_in_name(path).filter(|_| named), started(path), path.clone()));
+    runs.sort_by_cached_key(|path| {
+        (is_latest(path), time_in_name(path).filter(|_| named), started(path), path.clone())
+    });
     let mut failure = None;
     for run in runs.iter().rev() {
         match directory::choose(&run_checkpoints(run)) {
@@ -193,6 +198,9 @@ mod tests {
         fs_err::create_dir(job.path().join("notes")).unwrap();
         let newest = || selected(&resuming("auto"), job.path(), &mut Vec::new()).unwrap().unwrap();
         assert!(newest().starts_with(job.path().join("20261121-045036-00000000")), "{:?}", newest());
+        std::os::unix::fs::symlink("20261121-045035-ffffffff", job.path().join("latest")).unwrap();
+        assert!(newest().starts_with(job.path().join("20261121-045035-ffffffff")), "{:?}", newest());
+        fs_err::remove_file(job.path().join("latest")).unwrap();
         // The times of runs with other names are unknown.
         fs_err::write(job.path().join("notes/job.json"), "{}").unwrap();
         assert!(newest().starts_with(job.path().join("20261121-045035-ffffffff")), "{:?}", newest());

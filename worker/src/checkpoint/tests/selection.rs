@@ -112,6 +112,15 @@ fn recovery_finds_checkpoints_of_this_run_only_and_cleans_up() {
     let gone = recover(dir.path(), "c", Some(&empty.path().join(name(1))), None);
     assert!(matches!(gone, Err(CheckpointError::None { .. })));
     assert_complete(&dir.path().join(name(10)), 10);
+    let only = tempfile::tempdir().unwrap();
+    let path = save(only.path(), 10);
+    flip(&path.join(MANIFEST), 1);
+    let damaged = recover(only.path(), "c", None, None);
+    assert!(matches!(damaged, Err(CheckpointError::Damaged { .. })), "{damaged:?}");
+    assert_eq!(
+        recover(only.path(), "c", None, None).unwrap().notes,
+        ["no checkpoint of this run: starting at step 1"]
+    );
 }
 
 #[test]
