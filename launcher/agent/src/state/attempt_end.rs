@@ -11,6 +11,7 @@ use super::stage::Request;
 use super::worker::{Life, Worker};
 use super::{Action, HEALTHY_AFTER, Job, Kind, Phase, exits};
 use crate::ending::{Ending, Failure};
+use xlaunch_host::spawn::Exit;
 
 impl Job {
     /// Ends the attempt, because the last worker is gone. Returns the report to the coordinator.
@@ -131,7 +132,11 @@ impl Attempt {
 
     /// Converts a failure to the coordinator's form.
     pub(super) fn cause(&self, failure: &Failure) -> RootCause {
-        let code_text = match (self.rules.kind, failure.status) {
+        // Of an attempt that could not begin, such as one whose checkpoints are all damaged: the next could not, either.
+        let is_data = self.rules.kind == Kind::Trainer && failure.exit == ExitCode::Data;
+        let refused = (is_data && failure.status.is_none() && failure.rank.is_some())
+            .then_some(Exit::Code(ExitCode::Data.code().into()));
+        let code_text = match (self.rules.kind, failure.status.or(refused)) {
             (_, None) => String::new(),
             (Kind::Trainer, Some(exit)) => exit.to_string(),
             (Kind::Command, Some(exit)) => exit.of_command(),
@@ -140,7 +145,7 @@ impl Attempt {
             rank: failure.rank.map(|rank| self.place.first_rank + rank),
             message: what(failure),
             code_text,
-            code: failure.code(),
+            code: failure.code().or(refused.map(|_| ExitCode::Data.code().into())),
             exit_code: failure.exit.code().into(),
             consequence: failure.consequence,
             infrastructure: failure.infrastructure,

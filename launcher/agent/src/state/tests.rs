@@ -241,8 +241,10 @@ fn restarts_are_counted_and_bad_data_is_not_retried() {
         assert!(actions.contains(&Action::Start { attempt }), "{actions:?}");
     }
     assert_eq!(outcome(&run(&mut job, &[Event::AllJoined, exited(0, 1)])).exit, ExitCode::WorkerFailed);
-    let mut job = trainer(1, 2);
-    assert_eq!(outcome(&run(&mut job, &[Event::AllJoined, exited(0, 65)])).exit, ExitCode::Data);
+    let unready = Event::SpawnFailed { rank: 0, reason: "no checkpoint".into(), exit: ExitCode::Data };
+    for events in [&[Event::AllJoined, exited(0, 65)][..], &[unready]] {
+        assert_eq!(outcome(&run(&mut trainer(1, 2), events)).exit, ExitCode::Data, "{events:?}");
+    }
 }
 
 fn any_event() -> impl Strategy<Value = Event> {
