@@ -126,14 +126,17 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
         return Err(Refusal::new(ExitCode::Internal, "the daemon's reply contains no job").into());
     };
     let id = job.id;
-    let (added, answer) = match (reply.array.first(), reply.array.last()) {
-        (Some(first), Some(last)) => (
-            format!("jobs {}-{}", first.id, last.id),
-            submitted_array(first.id, last.id, &reply.array, options.json),
-        ),
-        _ if options.json && options.wait => (format!("job {id}"), String::new()),
-        _ if options.json => (format!("job {id}"), text::json(&json::job(&job))),
-        _ => (format!("job {id}"), format!("job {id}\n")),
+    let added = match (reply.array.first(), reply.array.last()) {
+        (Some(first), Some(last)) => format!("jobs {}-{}", first.id, last.id),
+        _ => format!("job {id}"),
+    };
+    let answer = match (options.json, options.wait) {
+        (false, _) => format!("{added}\n"),
+        (true, _) if !reply.array.is_empty() => {
+            text::json(&reply.array.iter().map(json::job).collect::<Vec<_>>())
+        }
+        (true, false) => text::json(&json::job(&job)),
+        (true, true) => String::new(),
     };
     // Otherwise a script might submit it again.
     print(answer.as_bytes()).inspect_err(|_| print_note(&format!("{added} was added to the queue")))?;
@@ -151,14 +154,6 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
         print(text::json(&json::job(&ended)).as_bytes())?;
     }
     Ok(exit_code(&ended))
-}
-
-fn submitted_array(first: u64, last: u64, jobs: &[Job], as_json: bool) -> String {
-    if as_json {
-        text::json(&jobs.iter().map(json::job).collect::<Vec<_>>())
-    } else {
-        format!("jobs {first}-{last}\n")
-    }
 }
 
 /// The meaning of the launch's command line.
