@@ -132,12 +132,6 @@ impl Process {
         Some(OsString::from_vec(value.to_vec()))
     }
 
-    /// Returns whether the process was started with this `NAME=value` in its environment.
-    pub fn carries(&self, variable: &[u8]) -> bool {
-        let environment = self.environment();
-        environment.is_some_and(|environment| environment.split(|byte| *byte == 0).any(|one| one == variable))
-    }
-
     /// Returns the environment that the process was started with: `NAME=value` entries, each ended by a zero byte.
     fn environment(&self) -> Option<Vec<u8>> {
         fs_err::read(format!("/proc/{}/environ", self.pid)).ok()

@@ -221,7 +221,9 @@ fn hang(own: &Path) -> std::io::Result<f64> {
         |text| wait_until(|| fs_err::read_to_string(&stderr).ok()?.contains(text).then_some(()));
     let seconds = wait_for_text("step 1/").and_then(|()| {
         let mut rank_1 = Process::all();
-        rank_1.retain(|process| process.parent == launcher.id() && process.carries(b"RANK=1"));
+        rank_1.retain(|process| {
+            process.parent == launcher.id() && process.variable("RANK").is_some_and(|rank| rank == "1")
+        });
         let start = Instant::now();
         rank_1.iter().for_each(|process| process.signal(Signal::STOP));
         // The hang detector's report is the only line that starts with a rank.
@@ -264,7 +266,7 @@ fn all_asleep(launcher: &Child, workers: u32) -> std::io::Result<Vec<Process>> {
 /// Returns the live processes with this marker.
 fn marked(marker: &str) -> Vec<Process> {
     let mut found = Process::all();
-    found.retain(|process| process.carries(format!("{MARKER_VARIABLE}={marker}").as_bytes()));
+    found.retain(|process| process.variable(MARKER_VARIABLE).is_some_and(|found| found == *marker));
     found
 }
 

@@ -132,7 +132,7 @@ impl Attempt {
 
     /// Converts a failure to the coordinator's form.
     pub(super) fn cause(&self, failure: &Failure) -> RootCause {
-        // The attempt could not begin, as if all checkpoints are damaged. The next one could not, either.
+        // The attempt could not begin, for example because all checkpoints are damaged. The next one could not, either.
         let is_data = self.rules.kind == Kind::Trainer && failure.exit == ExitCode::Data;
         let refused = (is_data && failure.status.is_none() && failure.rank.is_some())
             .then_some(Exit::Code(ExitCode::Data.code().into()));
