@@ -139,7 +139,7 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
         (true, true) => String::new(),
     };
     // Otherwise a script might submit it again.
-    print(answer.as_bytes()).inspect_err(|_| print_note(&format!("{added} was added to the queue")))?;
+    print(answer.as_bytes()).inspect_err(|_| print_note(&format!("added to the queue: {added}")))?;
     if !reply.array.is_empty() {
         return Ok(ExitCode::Done);
     }
