@@ -130,7 +130,8 @@ fn forged_files_neither_end_a_running_job_nor_free_its_slot() {
     std::fs::write(dir.join("agent.json"), r#"{"start":1,"process":{"pid":1,"started":1,"boot":""}}"#)
         .unwrap();
     std::fs::remove_file(dir.join("begun-1")).unwrap();
-    std::fs::remove_file(dir.join("agent.sock")).unwrap();
+    // The agent listens only after it has begun, with which the job runs.
+    wait_for("the agent's socket", || std::fs::remove_file(dir.join("agent.sock")).ok());
     let next = node.submit_shell("true");
     node.kill_and_restart_daemon();
     wait_for("a poll", || {
