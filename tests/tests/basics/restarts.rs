@@ -12,8 +12,8 @@ xlaunch_harness::tests! {
     job_that_makes_progress_is_restarted_at_once_each_time,
     three_attempts_without_progress_end_the_job_with_the_first_error,
     restarts_used_up_by_outside_kills_are_retryable,
-    command_without_progress_ends_after_three_attempts_with_code_1,
-    first_error_of_three_attempts_is_quoted_from_the_error_file_of_its_attempt,
+    command_gets_all_of_its_restarts_however_soon_it_fails,
+    first_error_without_progress_is_quoted_from_the_error_file_of_its_attempt,
     rank_that_cannot_save_is_named_and_the_job_restarts;
 }
 
@@ -102,22 +102,24 @@ fn restarts_used_up_by_outside_kills_are_retryable() {
     assert_eq!((crashed.code, restarts(&crashed.stderr).len()), (1, 1), "{}", crashed.stderr);
 }
 
-fn command_without_progress_ends_after_three_attempts_with_code_1() {
+fn command_gets_all_of_its_restarts_however_soon_it_fails() {
     let launch = Launch::new();
-    let script = "test $RANK = 0 || kill -9 $$; sleep 100";
-    let run = launch.run_shell(&["--max-restarts", "8"], 2, script);
-    assert_eq!((run.code, restarts(&run.stderr).len()), (1, 2), "{}", run.stderr);
+    let script = "test $RANK = 0 && exec sleep 100; [ $TORCHELASTIC_RESTART_COUNT = 5 ] || kill -9 $$; kill $PPID";
+    let run = launch.run_shell(&["--max-restarts", "5"], 2, script);
+    assert_eq!((run.code, restarts(&run.stderr).len()), (143, 5), "{}", run.stderr);
 }
 
-fn first_error_of_three_attempts_is_quoted_from_the_error_file_of_its_attempt() {
+fn first_error_without_progress_is_quoted_from_the_error_file_of_its_attempt() {
     let launch = Launch::new();
     let script = r#"
         test $RANK = 0 && exec sleep 100
+        echo 7 > $XLAUNCH_HEARTBEAT
         echo "{\"message\": \"broken in attempt $TORCHELASTIC_RESTART_COUNT\"}" > $TORCHELASTIC_ERROR_FILE
         exit $((40 + TORCHELASTIC_RESTART_COUNT))
     "#;
     let run = launch.run_shell(&["--max-restarts", "8"], 2, script);
-    assert!(run.root_cause().contains("broken in attempt 0"), "{}", run.stderr);
+    assert!(run.stderr.contains("3 attempts in a row made no progress"), "{}", run.stderr);
+    assert!(run.root_cause().contains("broken in attempt 1"), "{}", run.stderr);
 }
 
 fn rank_that_cannot_save_is_named_and_the_job_restarts() {

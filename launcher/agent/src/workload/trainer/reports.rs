@@ -168,7 +168,7 @@ impl TrainerWorkload<'_> {
                 self.attempt.step = Some(step.step);
                 if step.step > self.furthest_step {
                     self.furthest_step = step.step;
-                    return Some(Event::Advanced { by_steps: true });
+                    return Some(Event::Advanced);
                 }
             }
             Report::Finished(_) => return Some(Event::Finished { rank }),
