@@ -123,6 +123,13 @@ impl Process {
         }
     }
 
+    /// Returns whether the process has a handler for this signal.
+    pub fn handles(&self, signal: Signal) -> bool {
+        // A process that is gone has none.
+        let status = fs_err::read_to_string(format!("/proc/{}/status", self.pid));
+        has_signal(&status.unwrap_or_default(), "SigCgt:", signal)
+    }
+
     /// Returns the value of a variable in the environment that the process was started with. The kernel shows this to
     /// the same user only.
     pub fn variable(&self, name: &str) -> Option<OsString> {
@@ -138,9 +145,25 @@ impl Process {
     }
 }
 
+/// Returns whether a signal is in this mask of a `/proc/PID/status`. Bit 0 of a mask is signal 1.
+pub(crate) fn has_signal(status: &str, mask: &str, signal: Signal) -> bool {
+    let bits = status.lines().find_map(|line| line.strip_prefix(mask));
+    let bits = bits.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
+    bits >> (signal.as_raw() - 1) & 1 == 1
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn signals_are_read_from_the_kernels_masks() {
+        let status =
+            "Name:\tx\nSigBlk:\tffffffffffffffff\nSigIgn:\t0000000000001001\nSigCgt:\t0000000000000002\n";
+        let ignored = |signal| has_signal(status, "SigIgn:", signal);
+        assert!(ignored(Signal::HUP) && ignored(Signal::PIPE) && !ignored(Signal::INT));
+        assert!(has_signal(status, "SigCgt:", Signal::INT) && !has_signal("Name:\tx\n", "SigIgn:", Signal::HUP));
+    }
 
     #[test]
     fn stat_with_parentheses_and_spaces_in_the_name_is_parsed() {

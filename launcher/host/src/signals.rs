@@ -19,6 +19,7 @@ use tokio::sync::mpsc;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 
+use crate::process::has_signal;
 use crate::spawn::{short_signal_name, terminal};
 use crate::system_errors;
 
@@ -149,25 +150,6 @@ fn is_without_effect(request: SignalRequest) -> bool {
 /// Returns whether this process ignores the signal, as its parent may have wanted.
 pub fn is_ignored(signal: Signal) -> bool {
     // Without /proc, no job begins.
-    ignores(&fs_err::read_to_string("/proc/self/status").unwrap_or_default(), signal)
+    has_signal(&fs_err::read_to_string("/proc/self/status").unwrap_or_default(), "SigIgn:", signal)
 }
 
-/// Returns whether a process with this `/proc/PID/status` ignores the signal. Bit 0 of the mask is signal 1.
-fn ignores(status: &str, signal: Signal) -> bool {
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    mask >> (signal.as_raw() - 1) & 1 == 1
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ignored_signals_are_read_from_the_kernels_mask() {
-        let status =
-            "Name:\tx\nSigBlk:\tffffffffffffffff\nSigIgn:\t0000000000001001\nSigCgt:\t0000000000000002\n";
-        assert!(ignores(status, Signal::HUP) && ignores(status, Signal::PIPE));
-        assert!(!ignores(status, Signal::INT) && !ignores("Name:\tx\n", Signal::HUP));
-    }
-}

@@ -9,7 +9,7 @@ xlaunch_harness::tests! {
     sigterm_during_a_restart_delay_sets_exit_code_and_is_named,
     sighup_ignored_by_nohup_stays_ignored,
     sigterm_stops_a_launch_whose_parent_blocks_it,
-    sigusr1_is_forwarded_and_does_not_stop_the_job;
+    sigusr1_reaches_only_processes_that_handle_it;
 }
 
 fn sigtstp_stops_workers_and_sigcont_continues_them() {
@@ -47,9 +47,10 @@ fn terminating_signals_are_forwarded_and_set_exit_code() {
 
 fn sigterm_during_a_restart_delay_sets_exit_code_and_is_named() {
     let launch = Launch::new();
-    // The first restart has no delay. A third attempt would mean that the delay had ended before the signal came.
-    let script = "[ $TORCHELASTIC_RESTART_COUNT = 2 ] && exec sleep 1000; exit 3";
-    let run = launch.spawn_shell(&["--max-restarts", "3"], 1, script);
+    // The third restart, the second after an attempt without a new step, is the first one with a delay. A fourth attempt
+    // would mean that the delay had ended before the signal came.
+    let script = "echo 1 > $XLAUNCH_HEARTBEAT; [ $TORCHELASTIC_RESTART_COUNT = 3 ] && exec sleep 1000; exit 3";
+    let run = launch.spawn_shell(&["--max-restarts", "4"], 1, script);
     run.wait_for_stderr("; restarting in ");
     run.signal(Signal::TERM);
     let run = run.wait();
@@ -82,12 +83,14 @@ fn sigterm_stops_a_launch_whose_parent_blocks_it() {
     assert_eq!(run.code, 143, "{}", run.stderr);
 }
 
-fn sigusr1_is_forwarded_and_does_not_stop_the_job() {
+fn sigusr1_reaches_only_processes_that_handle_it() {
     let launch = Launch::new();
-    let script = "trap 'echo saved; exit 0' USR1; echo ready >&2; while :; do sleep 0.1; done";
-    let run = launch.spawn_shell(&[], 1, script);
+    // The last process does not handle the signal, and neither does the worker of rank 1.
+    let script = "[ $RANK = 0 ] || exec sleep 1; sleep 1 & trap 'wait $!; echo saved $?; exit 0' USR1; echo ready >&2; \
+                  while :; do sleep 0.1; done";
+    let run = launch.spawn_shell(&[], 2, script);
     run.wait_for_stderr("ready");
     run.signal(Signal::USR1);
     let run = run.wait();
-    assert_eq!((run.code, run.stdout.trim()), (0, "saved"), "{}", run.stderr);
+    assert_eq!((run.code, run.stdout.trim()), (0, "saved 0"), "{}", run.stderr);
 }

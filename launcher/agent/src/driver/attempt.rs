@@ -113,6 +113,11 @@ impl Attempt {
         faulthandler::print_stacks(&started.map(|started| started.worker.pid).collect::<Vec<_>>())
     }
 
+    /// Passes on a signal that ends nothing.
+    pub(super) fn notify(&self, signal: Signal) {
+        self.processes.iter().for_each(|processes| processes.notify(signal));
+    }
+
     /// Passes on a signal that xlaunch received.
     pub(super) fn forward(&mut self, signal: Signal) {
         let (received, others) = self.received.drain(..).partition(|(_, other)| *other == signal);

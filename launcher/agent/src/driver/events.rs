@@ -80,7 +80,7 @@ impl Driver<'_> {
             SignalRequest::Stop(signal) => self.membership.request_stop(Some(signal)),
             SignalRequest::Forward(signal) => {
                 if !self.workload.takes_signal(signal, &self.job) {
-                    self.attempt.forward(signal);
+                    self.attempt.notify(signal);
                 }
             }
             SignalRequest::Suspend => self.suspend(Signal::STOP),

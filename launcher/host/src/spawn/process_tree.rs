@@ -128,6 +128,16 @@ impl ProcessTree {
         }
     }
 
+    /// Passes on a signal whose meaning a program defines: to those processes of the workers' groups that handle it. It
+    /// would kill all others, such as the processes that load data for a Python program.
+    pub fn notify(&self, signal: Signal) {
+        let is_of_worker = |process: &Process| self.members.leaders.contains_key(&process.group);
+        self.members()
+            .iter()
+            .filter(|process| is_of_worker(process) && process.handles(signal))
+            .for_each(|process| process.signal(signal));
+    }
+
     fn signal_groups(&self, signal: Signal, except: &[u32]) {
         for (pid, started) in self.members.leaders.iter().filter(|(pid, _)| !except.contains(pid)) {
             // The id of the group cannot be reused before the worker is reaped.
