@@ -130,7 +130,7 @@ impl RunDir {
     ) -> Result<Self, Refusal> {
         let id = file_name(run_id);
         let new = |id: &str| Entry::create(&command.name, id);
-        let Some(logs) = &command.spec.logs.dir else {
+        let Some(logs) = command.spec.logs.kept_in() else {
             let entry = entry.map_or_else(|| new(&id), Ok)?;
             let path = entry.path().to_path_buf();
             return Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) });

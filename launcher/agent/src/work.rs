@@ -61,7 +61,7 @@ pub fn of_command(command: &ResolvedCommand, group: Option<&GroupSpec>) -> Greet
         work_text: text,
         workers: command.nproc,
         rules: Some(rules),
-        ..greeting(spec.logs.dir.as_deref(), run_id)
+        ..greeting(spec.logs.kept_in(), run_id)
     }
 }
 

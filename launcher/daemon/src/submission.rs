@@ -200,7 +200,7 @@ fn trainer_size(spec: &JobSpec, wanted: Option<u32>, has_gpus: bool) -> Result<S
 /// Determines the size of a command. Without a number of GPUs, it gets one per worker on a node that has any, in which
 /// case `--nproc-per-node gpu` means one worker.
 fn command_size(spec: &CommandSpec, wanted: Option<u32>, present: u32) -> Result<Size, CommandError> {
-    if spec.logs.dir.is_some() {
+    if spec.logs.kept_in().is_some() {
         return Err(invalid(
             "--log-dir: not available under the daemon, which keeps the logs; `xlaunch logs` shows them",
         ));

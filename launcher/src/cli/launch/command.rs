@@ -16,6 +16,7 @@ use xlaunch_host::devices::{self, Node};
 use xlaunch_host::network::Interface;
 use xlaunch_host::signals::Signals;
 use xlaunch_host::spawn::affinity::{self, Affinity};
+use xlaunch_spec::command::{LogOptions, PerRank};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 
@@ -36,19 +37,37 @@ pub(in crate::cli) async fn run_command(spec: CommandSpec, group: Option<&Nodes>
         Ok((ResolvedCommand { name, ..command }, script))
     });
     // The workers read the script for as long as it is in scope.
-    let (command, _script) = match signals.unless_stopped(AT_START, notify, resolving).await {
+    let (mut command, _script) = match signals.unless_stopped(AT_START, notify, resolving).await {
         Ok(command) => command,
         Err(refusal) => return refuse(&refusal),
     };
-    if command.spec.flight_recorder && command.spec.logs.dir.is_none() {
+    if command.spec.flight_recorder && command.spec.logs.kept_in().is_none() {
         let message = "--flight-recorder needs --log-dir: without it, the dumps are removed with the logs";
         return refuse(&Refusal::new(ExitCode::Usage, message));
+    }
+    if let Err(refusal) = keep_redirected(&mut command.spec.logs) {
+        return refuse(&refusal);
     }
     let place = Place { base: &BaseEnvironment::Own, group, declared: None };
     match run_workers(&command, place, signals, RunDir::for_command).await {
         Ok(ending) => report_and_exit(&ending),
         Err(refusal) => refuse_and_record(&refusal),
     }
+}
+
+/// Unless the user has chosen one, chooses a directory for streams that are shown nowhere else, as torchrun does.
+fn keep_redirected(logs: &mut LogOptions) -> Result<(), Refusal> {
+    if logs.dir.is_some() || logs.redirects == PerRank::default() {
+        return Ok(());
+    }
+    let made = tempfile::Builder::new().prefix("xlaunch-logs-").tempdir();
+    let dir = made.map_err(|error| {
+        let message = format!("failed to create a directory for the logs: {error}; choose one with --log-dir");
+        Refusal::new(ExitCode::Usage, message)
+    })?;
+    notify(&format!("logs in {}", dir.path().display()));
+    logs.dir = Some(dir.keep());
+    Ok(())
 }
 
 /// Runs the workers of a command. `create` makes the directory of the run, given its id and, if the job may have
@@ -76,7 +95,7 @@ pub(in crate::cli) async fn run_workers(
             return Err(refusal);
         }
     };
-    let logs = (command.spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
+    let logs = (command.spec.logs.kept_in().is_some() || run.private().is_none()).then(|| run.logs.clone());
     let interface = place.spec().and_then(|spec| Interface::of_node(spec, &group.address));
     let plan = CommandPlan { command: &command, affinities, base: place.base, interface };
     let ending = driver::run_command(plan, run, group, signals).await.map_err(|error| failed(&error))?;

@@ -113,8 +113,8 @@ fn logs(reader: &Reader<'_>) -> Result<LogOptions, String> {
         None => reader.variable("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", text)?,
         given => given,
     };
-    // As in torchrun, these values mean that the user wants no directory.
-    let dir = reader.raw("log-dir").filter(|dir| !dir.is_empty() && dir != "/dev/null");
+    // As in torchrun.
+    let dir = reader.raw("log-dir").filter(|dir| !dir.is_empty());
     Ok(LogOptions {
         dir: dir.map(PathBuf::from),
         redirects: reader.parsed("redirects", values::streams)?.unwrap_or_default(),

@@ -136,9 +136,9 @@ fn flags_mean_the_same_as_in_torchrun() {
 #[test]
 fn log_dir_that_names_no_directory_counts_as_not_given() {
     for flags in ["--log-dir=", "--log-dir /dev/null"] {
-        assert_eq!(command(&format!("{flags} a.py"), &[]).spec.logs.dir, None, "{flags}");
+        assert_eq!(command(&format!("{flags} a.py"), &[]).spec.logs.kept_in(), None, "{flags}");
     }
-    assert_eq!(command("a.py", &[("PET_LOG_DIR", "/dev/null")]).spec.logs.dir, None);
+    assert_eq!(command("a.py", &[("PET_LOG_DIR", "/dev/null")]).spec.logs.kept_in(), None);
 }
 
 #[test]

@@ -174,7 +174,7 @@ pub enum Binding {
 /// Destinations of the output of workers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogOptions {
-    /// Directory below which log files are kept. Default: they are deleted with the run.
+    /// Directory below which log files are kept; see [`kept_in`](Self::kept_in).
     #[serde(with = "os_text::path")]
     pub dir: Option<PathBuf>,
     /// Streams that are written to files but not to the console.
@@ -192,6 +192,14 @@ pub struct LogOptions {
     pub prefix: Option<String>,
     /// Size at which a log file is renamed to `NAME.1`, replacing the previous one.
     pub rotate_bytes: Option<u64>,
+}
+
+impl LogOptions {
+    /// Returns the directory below which log files are kept. By default, and with torchrun's `/dev/null`, they are
+    /// deleted with the run.
+    pub fn kept_in(&self) -> Option<&Path> {
+        self.dir.as_deref().filter(|dir| *dir != Path::new("/dev/null"))
+    }
 }
 
 /// A choice of streams for each local rank.
