@@ -305,7 +305,8 @@ async fn run_trainer(
     for problem in [described, summed_up].into_iter().flatten().filter_map(Result::err) {
         print_line(format_args!("warning: failed to describe the run in {}: {problem}", dir.display()));
     }
-    if results.summary.steps() > 0 {
+    // A node that had rank 0 in an earlier attempt knows of that attempt only.
+    if ending.leads && results.summary.steps() > 0 {
         let (world, accounting) = (ending.status.world_size, ending.status.accounting.as_ref());
         ending.summary = results.summary.text(world, start.elapsed(), results.metrics, accounting);
     }
