@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <mutex>
 
 #ifndef __x86_64__
 #include <ucontext.h>
@@ -57,15 +58,26 @@ struct Context {
 #endif
 
 // Returns a stack that is aligned to its size: the upper bits of an address show whether it is on the current stack.
+// Several stacks share a huge page. In small pages, a switch would wait for the translation of an address most of the
+// time: the threads of a block use more pages than a processor has translations.
 inline char* new_stack() {
-    size_t bytes = 2 * STACK_BYTES;
-    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) abort();
-    char* begin = static_cast<char*>(p);
-    size_t before = -reinterpret_cast<uintptr_t>(p) % STACK_BYTES;
-    if (before) munmap(begin, before);
-    munmap(begin + before + STACK_BYTES, STACK_BYTES - before);
-    return begin + before;
+    constexpr size_t HUGE_PAGE = 2 << 20;
+    static std::mutex lock;
+    static char* page;
+    static size_t left = 0;
+    std::lock_guard<std::mutex> guard(lock);
+    if (!left) {
+        void* p = mmap(nullptr, 2 * HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) abort();
+        size_t before = -reinterpret_cast<uintptr_t>(p) % HUGE_PAGE;
+        page = static_cast<char*>(p) + before;
+        if (before) munmap(p, before);
+        munmap(page + HUGE_PAGE, HUGE_PAGE - before);
+        // Fails where the system has none.
+        (void)madvise(page, HUGE_PAGE, MADV_HUGEPAGE);
+        left = HUGE_PAGE / STACK_BYTES;
+    }
+    return page + --left * STACK_BYTES;
 }
 
 }  // namespace emulator
