@@ -26,8 +26,8 @@ const FIRST: [&str; 9] =
 /// The tests that are not in a large suite.
 const WORKSPACE: &str = "workspace";
 
-/// Arguments of cargo that build and run tests.
-const TEST: [&str; 4] = ["test", "--profile", "bench", "--workspace"];
+/// Arguments of cargo that build and run tests. The program with fail points is built with the same crates.
+const TEST: [&str; 6] = ["test", "--profile", "bench", "--workspace", "--features", "xlaunch/fail"];
 
 /// Variables with the `xlaunch` that is tested, and with one that has fail points, as in the harness of the tests.
 const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
