@@ -2,8 +2,8 @@
 //!
 //! A log that has reached its size limit is renamed to `NAME.1`, which replaces the previous one; a new attempt writes
 //! to a new directory. A reader keeps its file open, so rotation loses nothing of that file. A reader that falls behind
-//! by more than two rotations misses the files in between, and is told how many bytes it missed. Memory is bounded: the
-//! next chunk is read when the caller has taken the last one.
+//! by more than two rotations misses the files in between, and is told how many bytes it missed, if that is known.
+//! Memory is bounded: the next chunk is read when the caller has taken the last one.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -28,6 +28,10 @@ const REPLY_CHUNK_BYTES: usize = 1 << 16;
 const FOLLOW_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The last lines are searched for within this many bytes at the end of a file. The file may be one huge hole.
 const MAX_TAIL_SEARCH_BYTES: u64 = 1 << 30;
+
+/// Mark in place of missing bytes if their number is unknown.
+const UNKNOWN_GAP: &str =
+    "\n[xlaunch: bytes may be missing here: the file that was read last has been rotated away]\n";
 
 /// Channel for a log in chunks.
 pub type Pieces = mpsc::Sender<Result<LogsReply, Status>>;
@@ -196,8 +200,12 @@ impl Log {
             self.file = self.first().await?;
             if let (Start::After(LogPosition { inode, offset, .. }), Some((_, first))) =
                 (self.start, &self.file)
+                && inode != *first
             {
-                self.send_gap((inode, offset), *first, chunks).await;
+                // If nothing is known about the removed file, the caller may have read it to its end.
+                let missing = self.missing((inode, offset), *first);
+                let mark = missing.map_or_else(|| Some(UNKNOWN_GAP.to_owned()), gap_mark);
+                self.send_mark(mark, *first, chunks).await;
             }
             if let (Some((file, inode)), Start::LastLines(_)) = (&mut self.file, self.start) {
                 // Send the position, so that the caller can continue from here even if nothing is written for now.
@@ -215,21 +223,24 @@ impl Log {
             send_rest(file, self.attempt, *inode, chunks).await?;
             let end = (*inode, file.stream_position().await?);
             let Some(next) = next else { break };
-            self.send_gap(end, next.1, chunks).await;
+            let mark = self.missing(end, next.1).and_then(gap_mark);
+            self.send_mark(mark, next.1, chunks).await;
             self.file = Some(next);
         }
         Ok(())
     }
 
-    /// Tells the caller how many bytes are missing between the end of the last file that was sent and the next one.
-    async fn send_gap(&self, end: (u64, u64), next: u64, chunks: &Pieces) {
-        let missing = self.record.as_ref().filter(|_| end.0 != next).and_then(|it| it.between(end, next));
-        if let Some(missing @ 1..) = missing {
-            let mark = format!("\n[xlaunch: {missing} bytes were rotated away before they were read]\n");
-            let position = Some(LogPosition { attempt: self.attempt, inode: next, offset: 0 });
-            // If the caller is gone, this task ends at its next await.
-            let _ = chunks.send(Ok(LogsReply { bytes: mark.into_bytes(), position })).await;
-        }
+    /// Returns the number of bytes between the end of the last file that was sent and the next one; `None` if unknown.
+    fn missing(&self, end: (u64, u64), next: u64) -> Option<u64> {
+        self.record.as_ref()?.between(end, next)
+    }
+
+    /// Tells the caller what is missing before the file with inode `next`.
+    async fn send_mark(&self, mark: Option<String>, next: u64, chunks: &Pieces) {
+        let Some(mark) = mark else { return };
+        let position = Some(LogPosition { attempt: self.attempt, inode: next, offset: 0 });
+        // If the caller is gone, this task ends at its next await.
+        let _ = chunks.send(Ok(LogsReply { bytes: mark.into_bytes(), position })).await;
     }
 
     /// Opens the first file to send and seeks to the start position.
@@ -261,6 +272,11 @@ impl Log {
         file.seek(SeekFrom::Start(start)).await?;
         Ok(Some((file, inode)))
     }
+}
+
+/// Returns the mark in place of this number of missing bytes; `None` if none are missing.
+fn gap_mark(missing: u64) -> Option<String> {
+    (missing > 0).then(|| format!("\n[xlaunch: {missing} bytes were rotated away before they were read]\n"))
 }
 
 /// Opens the file after the one with this inode; `None` if that one is the newest.

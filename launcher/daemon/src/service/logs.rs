@@ -67,7 +67,7 @@ impl Source {
         if self.job.has_ended() {
             return self.send_files(chunks).await;
         }
-        let AgentStream::Broken { partial } = self.send_from_agent(chunks).await? else { return Ok(()) };
+        let AgentStream::Broken = self.send_from_agent(chunks).await? else { return Ok(()) };
         // The agent exits shortly before the manager notices the end of the job.
         let id = self.job.job.id;
         let has_ended = |view: &Arc<NodeView>| view.jobs.get(&id).is_none_or(|job| job.has_ended());
@@ -78,17 +78,17 @@ impl Source {
                 return Err(Status::unavailable(message));
             }
         };
-        // If a part of the log was already sent, sending the file would repeat it.
-        match ended.filter(|_| !partial) {
-            Some(job) => {
-                self.job = job;
-                self.send_files(chunks).await
-            }
-            None => Ok(()),
-        }
+        let Some(job) = ended else {
+            return Err(Status::not_found(format!(
+                "job {id} was removed before its log was read to the end"
+            )));
+        };
+        self.job = job;
+        self.send_files(chunks).await
     }
 
-    async fn send_from_agent(&self, chunks: &Pieces) -> Result<AgentStream, Status> {
+    /// Sends the agent's stream. Afterwards, `self.logs` asks for the rest of the log.
+    async fn send_from_agent(&mut self, chunks: &Pieces) -> Result<AgentStream, Status> {
         let stream = if self.logs.stderr { LogStream::Stderr } else { LogStream::Stdout };
         let request = LogsRequest {
             rank: self.logs.rank.0,
@@ -99,21 +99,20 @@ impl Source {
         };
         let call =
             async { Some(connect(&self.job.socket, self.job.job.uid).await.ok()?.logs(request).await) };
-        let mut partial = false;
         let mut reply = match tokio::time::timeout(AGENT_REPLY_TIMEOUT, call).await {
             Ok(Some(Ok(reply))) => reply.into_inner(),
-            Ok(Some(Err(status))) => return forwarded(&status, partial),
-            Ok(None) | Err(_) => return Ok(AgentStream::Broken { partial }),
+            Ok(Some(Err(status))) => return forwarded(&status),
+            Ok(None) | Err(_) => return Ok(AgentStream::Broken),
         };
         loop {
             match reply.message().await {
                 Ok(Some(chunk)) => {
-                    partial = true;
+                    self.logs.after = chunk.position.or(self.logs.after);
                     // If the client has disconnected, `stream` cancels this task.
                     let _ = chunks.send(Ok(chunk)).await;
                 }
                 Ok(None) => return Ok(AgentStream::Complete),
-                Err(status) => return forwarded(&status, partial),
+                Err(status) => return forwarded(&status),
             }
         }
     }
@@ -163,15 +162,13 @@ impl Source {
 /// End of the stream from an agent.
 enum AgentStream {
     Complete,
-    /// The connection broke. `partial`: a part of the log was sent before.
-    Broken {
-        partial: bool,
-    },
+    /// The connection broke, possibly before the end of the log.
+    Broken,
 }
 
 /// Forwards an agent's error, unless the connection to the agent is broken.
-fn forwarded(status: &Status, partial: bool) -> Result<AgentStream, Status> {
-    agent_error(status).map_or(Ok(AgentStream::Broken { partial }), Err)
+fn forwarded(status: &Status) -> Result<AgentStream, Status> {
+    agent_error(status).map_or(Ok(AgentStream::Broken), Err)
 }
 
 /// Converts an agent's error for the client: its message is cut, and stripped of control characters. `None` if the

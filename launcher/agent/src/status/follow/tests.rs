@@ -190,4 +190,7 @@ async fn reader_that_missed_a_rotated_file_is_told_how_many_bytes() {
     let mark = |bytes| format!("\n[xlaunch: {bytes} bytes were rotated away before they were read]\n");
     assert_eq!(read(1).await, format!("{}three\nfour\n", mark(7)));
     assert_eq!(read(4).await, format!("{}three\nfour\n", mark(4)));
+    // Nothing is known about the files of an agent that has exited.
+    case.board.send_modify(|board| board.reset(0, 1, &Assignment::default()));
+    assert_eq!(read(1).await, format!("{UNKNOWN_GAP}three\nfour\n"));
 }

@@ -202,16 +202,20 @@ async fn running_job_is_read_through_its_agent_to_the_end() {
 }
 
 #[tokio::test]
-async fn agent_crash_ends_the_stream_when_the_job_ends() {
+async fn follower_continues_with_the_files_after_the_agent_has_exited() {
     let case = Case::new(NodeJobState::Running);
-    case.write("attempt_0/0/stdout.log", "one\n");
+    let path = case.write("attempt_0/0/stdout.log", "one\n");
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let _agent = runtime.spawn(agent(case.socket(), case.logs())).await.unwrap();
     let mut stream = case.stream(Logs { follow: true, ..OUT }).unwrap();
     assert_eq!(next(&mut stream).await.unwrap().unwrap().bytes, b"one\n");
     runtime.shutdown_background();
+    // Output that the agent had no time to send, before and after a rotation.
+    fs_err::write(&path, "one\ntwo\n").unwrap();
+    fs_err::rename(&path, path.with_extension("log.1")).unwrap();
+    fs_err::write(&path, "last\n").unwrap();
     case.now(NodeJobState::Lost);
-    assert_eq!(rest(&mut stream).await.unwrap(), "", "a clean end");
+    assert_eq!(rest(&mut stream).await.unwrap(), "two\nlast\n");
 }
 
 #[tokio::test]
@@ -228,6 +232,6 @@ async fn socket_of_another_user_sees_no_connection() {
 #[test]
 fn agent_message_is_stripped_of_control_characters_and_bounded() {
     let status = Status::internal(format!("\x1b[2Jno{}", "o".repeat(10_000)));
-    let Err(status) = forwarded(&status, false) else { panic!("it is forwarded") };
+    let Err(status) = forwarded(&status) else { panic!("it is forwarded") };
     assert!(status.message().starts_with("[2Jnooo") && status.message().len() == MAX_AGENT_MESSAGE_CHARS);
 }
