@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use xlaunch_proto::v1::{Gpu, GpuState, Job, JobKind, NodeJobState, NodeStatus};
+use xlaunch_proto::v1::{
+    Gpu, GpuState, Job, JobKind, JobState, NodeJobState, NodeStatus, RankState, StatusReply,
+};
 
 use super::accounting::{seconds, shown};
 use super::gpus::{GpuFacts, Inventory};
@@ -12,6 +14,9 @@ use super::state::limits::reached_at;
 use super::state::schedule::Wait;
 use super::state::{End, Entry, Jobs, Phase};
 use super::view::JobView;
+
+/// Exit of a worker whose agent was gone before it could report one.
+const UNKNOWN_EXIT: &str = "exit unknown";
 
 /// Builds the message for a job. For a queued job, `position` counts from 1 and `wait` is the reason why it waits.
 /// `skew` is the system clock minus the node's clock, in milliseconds.
@@ -99,15 +104,39 @@ pub(super) fn view(
     logs: PathBuf,
     waits_for_gpus: bool,
 ) -> Arc<JobView> {
+    let status = runtime.and_then(|runtime| runtime.status.clone());
     Arc::new(JobView {
+        status: status.map(|(status, at)| (last_status(job.state(), status), at)),
         job,
         first,
-        status: runtime.and_then(|runtime| runtime.status.clone()),
         history: runtime.map(|runtime| runtime.history.clone()).unwrap_or_default(),
         waits_for_gpus,
         socket,
         logs,
     })
+}
+
+/// Returns the last status of a job in this state. The status of a killed agent is from a time when its workers still
+/// ran, but no worker outlives its agent.
+fn last_status(job: NodeJobState, mut status: Arc<StatusReply>) -> Arc<StatusReply> {
+    use NodeJobState::{Running, Starting, Stopping};
+    if matches!(job, Starting | Running | Stopping) {
+        return status;
+    }
+    let has_ended = matches!(status.state(), JobState::Done | JobState::Failed);
+    let is_stale = !has_ended || status.ranks.iter().any(|rank| rank.state() != RankState::Exited);
+    if is_stale {
+        let status = Arc::make_mut(&mut status);
+        if !has_ended {
+            status.set_state(if job == NodeJobState::Done { JobState::Done } else { JobState::Failed });
+        }
+        for rank in status.ranks.iter_mut().filter(|rank| rank.state() != RankState::Exited) {
+            rank.set_state(RankState::Exited);
+            rank.exit = UNKNOWN_EXIT.into();
+            rank.hint.clear();
+        }
+    }
+    status
 }
 
 /// Returns the reason why no job may be placed on a GPU, apart from drains by administrators. Valid only for a GPU that
@@ -160,6 +189,8 @@ pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, reserv
 
 #[cfg(test)]
 mod tests {
+    use xlaunch_proto::v1::RankStatus;
+
     use super::*;
     use crate::state::Record;
     use crate::state::tests::submitted;
@@ -176,6 +207,32 @@ mod tests {
             (message(&jobs).state(), message(&jobs).reason),
             (NodeJobState::Stopping, "cancelled by user root".into())
         );
+    }
+
+    #[test]
+    fn job_whose_agent_was_killed_shows_no_running_ranks() {
+        let mut runtime = JobRuntime::new(true);
+        let rank = |rank, state: RankState, exit: &str| RankStatus {
+            rank,
+            state: state.into(),
+            exit: exit.into(),
+            ..RankStatus::default()
+        };
+        let ranks = vec![rank(0, RankState::Running, ""), rank(1, RankState::Exited, "exit code 3")];
+        runtime.update(StatusReply { state: JobState::Running.into(), ranks, ..StatusReply::default() });
+        let shown = |state: NodeJobState| {
+            let job = Job { state: state.into(), ..Job::default() };
+            let view = view(job, Some(&runtime), None, PathBuf::new(), PathBuf::new(), false);
+            view.status.as_ref().unwrap().0.clone()
+        };
+        assert_eq!(shown(NodeJobState::Stopping).ranks[0].state(), RankState::Running);
+        let (exited, known) = (RankState::Exited, rank(1, RankState::Exited, "exit code 3"));
+        // A lost job may be queued again.
+        for state in [NodeJobState::Cancelled, NodeJobState::Queued] {
+            let status = shown(state);
+            assert_eq!(status.state(), JobState::Failed);
+            assert_eq!(status.ranks, [rank(0, exited, UNKNOWN_EXIT), known.clone()]);
+        }
     }
 
     #[test]

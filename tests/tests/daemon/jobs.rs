@@ -171,6 +171,12 @@ fn forced_cancel_kills_a_job_that_ignores_sigterm() {
         killed["reason"].as_str().unwrap().starts_with("killed by `cancel --force` of user "),
         "{killed}"
     );
+    let rank = &killed["status"]["ranks"][0];
+    assert_eq!(
+        (rank["state"].as_str(), rank["exit"].as_str()),
+        (Some("exited"), Some("exit unknown")),
+        "{killed}"
+    );
 }
 
 fn cancel_kills_all_processes_of_the_job() {
