@@ -52,14 +52,21 @@ fn hooks_run_around_a_job_with_its_facts() {
 }
 
 fn failed_prolog_drains_the_node_and_the_job_waits() {
-    let node = node(&[("prolog", "! [ -e broken ] || exit 3"), ("epilog", "touch cleaned")], "");
+    let node = node(
+        &[("prolog", "! [ -e broken ] || { echo no scratch here; exit 3; }"), ("epilog", "touch cleaned")],
+        "",
+    );
     node.write("broken", "");
     let jobs = [node.submit_shell("touch ran1"), node.submit_shell("touch ran2")];
     let drained = wait_for("the drain", || {
         let reason = node.json(&["node"])["drained"].as_str()?.to_owned();
         Some(reason).filter(|reason| !reason.is_empty())
     });
-    assert!(drained.contains("prolog failed") && drained.contains("3 (before job"), "{drained}");
+    assert!(
+        drained.contains("prolog failed") && drained.contains("3: no scratch here (before job"),
+        "{drained}"
+    );
+    assert!(node.daemon().stderr().contains(": no scratch here job="), "{}", node.daemon().stderr());
     for job in jobs {
         let waits = node.wait(job, "queued");
         assert!(waits["reason"].as_str().unwrap().contains("the node is drained"), "{waits}");

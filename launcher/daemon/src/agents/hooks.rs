@@ -21,6 +21,7 @@ use std::process::{Command, Stdio};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::facts::Facts;
+use super::hook_output::HookStream;
 use super::start::{HookStart, took_too_long};
 use super::unit::Unit;
 use super::{AgentStarter, user_to_switch_to};
@@ -110,31 +111,38 @@ impl HooksSection {
 async fn run_detached(hook: &HookStart) -> Result<(), String> {
     let failed = |error: io::Error| format!("failed to start: {}: {error}", hook.program.display());
     let mut command = Command::new(&hook.program);
-    command.env_clear().envs(hook.environment.iter().cloned()).current_dir("/").stdin(Stdio::null());
+    command.env_clear().envs(hook.environment.iter().cloned()).current_dir("/");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let user = match hook.uid {
-        Some(uid) => {
-            // Output that a job's user controls must not get into the daemon's own log.
-            command.stdout(Stdio::null()).stderr(Stdio::null());
-            tokio::task::block_in_place(|| user_to_switch_to(uid)).map_err(failed)?
-        }
+        Some(uid) => tokio::task::block_in_place(|| user_to_switch_to(uid)).map_err(failed)?,
         None => None,
     };
     command.arg0(hook.program.file_name().unwrap_or(Path::new("hook").as_os_str()));
     sys::start_in_session(&mut command, user);
     let mut child = tokio::process::Command::from(command).spawn().map_err(failed)?;
+    let output = child.stdout.take().map(|output| HookStream::read(hook, output));
+    let errors = child.stderr.take().map(|errors| HookStream::read(hook, errors));
     // The hook leads its session and process group.
     let group = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
-    match tokio::time::timeout(hook.timeout, child.wait()).await {
-        Ok(Ok(status)) if status.success() => Ok(()),
-        Ok(Ok(status)) => Err(format!("failed: {status}")),
-        Ok(Err(error)) => Err(format!("failed: {error}")),
+    let mut problem = match tokio::time::timeout(hook.timeout, child.wait()).await {
+        Ok(Ok(status)) if status.success() => return Ok(()),
+        Ok(Ok(status)) => format!("failed: {status}"),
+        Ok(Err(error)) => format!("failed: {error}"),
         Err(_) => {
             // The hook may have just exited.
             let _ = group.map(|group| kill_process_group(group, Signal::KILL));
             let _ = child.wait().await;
-            Err(took_too_long(hook.timeout))
+            took_too_long(hook.timeout)
+        }
+    };
+    // Errors explain a failure better than other output.
+    for stream in [errors, output].into_iter().flatten() {
+        if let Some(line) = stream.last_line().await {
+            problem += &format!(": {line}");
+            break;
         }
     }
+    Err(problem)
 }
 
 #[cfg(test)]
@@ -186,6 +194,15 @@ mod tests {
     async fn failed_and_slow_hooks_are_reported() {
         let failed = run("exit 4", Duration::from_secs(60)).await.unwrap_err();
         assert_eq!(failed, "the node's on_end failed: exit status: 4");
+        let explained =
+            run("echo no scratch here; head -c 1000000 /dev/zero; echo; exit 3", Duration::from_secs(60));
+        let explained = explained.await.unwrap_err();
+        assert!(explained.starts_with("the node's on_end failed: exit status: 3: \\u{0}"), "{explained}");
+        let script = "sleep 1000 & echo $! >&2; echo output; exit 3";
+        let explained = run(script, Duration::from_secs(60)).await.unwrap_err();
+        let left = explained.strip_prefix("the node's on_end failed: exit status: 3: ").unwrap();
+        let left = Pid::from_raw(left.parse().unwrap()).unwrap();
+        rustix::process::kill_process(left, Signal::KILL).unwrap();
         let slow = run("sleep 1000", Duration::from_millis(50)).await.unwrap_err();
         assert!(slow.starts_with("the node's on_end took longer than"), "{slow}");
         let hooks = HooksSection { prolog: Some("/no/such".into()), ..HooksSection::default() };

@@ -21,6 +21,7 @@ pub(crate) mod connect;
 pub(crate) mod examination;
 pub(crate) mod facts;
 pub(crate) mod follow;
+mod hook_output;
 pub(crate) mod hooks;
 mod process;
 pub(crate) mod start;
