@@ -169,6 +169,11 @@ impl Agent for Service {
 
     async fn logs(&self, request: Request<LogsRequest>) -> Result<Response<Self::LogsStream>, Status> {
         let request = request.into_inner();
+        if request.follow && self.node_rank().is_some() {
+            // A follower may come before the first rank has started. Fails if the launch ends before that.
+            let has_ranks = |board: &Board| board.assignment().world > 0 || board.is_over();
+            let _ = self.board.clone().wait_for(has_ranks).await;
+        }
         let (mut world, is_here) = {
             let board = self.board.borrow();
             (board.assignment().world, board.local_rank(request.rank).is_some())

@@ -64,6 +64,18 @@ impl Case {
 
 /// Serves an agent of a job with this log directory.
 async fn agent(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, RunningService) {
+    let (board, serving) = agent_without_ranks(socket, log_dir).await;
+    start_rank(&board);
+    (board, serving)
+}
+
+fn start_rank(board: &watch::Sender<Board>) {
+    let assignment = Assignment { nodes: 1, world: 1, ..Assignment::default() };
+    board.send_modify(|board| board.reset(0, 1, &assignment));
+}
+
+/// Serves an agent that has not started its workers yet.
+async fn agent_without_ranks(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, RunningService) {
     let board = watch::Sender::new(Board::new(Launch {
         kind: JobKind::Command,
         id: "1".into(),
@@ -74,8 +86,6 @@ async fn agent(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, Runn
         log_dir,
         stall_timeout: Duration::from_secs(300),
     }));
-    let assignment = Assignment { nodes: 1, world: 1, ..Assignment::default() };
-    board.send_modify(|board| board.reset(0, 1, &assignment));
     let serving = serve(&socket, mpsc::channel(1).0, board.clone()).await.unwrap();
     (board, serving)
 }
@@ -199,6 +209,20 @@ async fn running_job_is_read_through_its_agent_to_the_end() {
     tokio::task::yield_now().await;
     case.now(NodeJobState::Done);
     assert_eq!(rest(&mut late).await.unwrap(), "one\ntwo\nlast words");
+}
+
+#[tokio::test]
+async fn follower_waits_for_the_first_rank() {
+    let case = Case::new(NodeJobState::Running);
+    case.write("attempt_0/0/stdout.log", "one\n");
+    let (board, _serving) = agent_without_ranks(case.socket(), case.logs()).await;
+    let error = case.read(OUT).await.unwrap_err();
+    assert!(error.message().contains("no rank has started yet"), "{error}");
+    let mut stream = case.stream(Logs { follow: true, ..OUT }).unwrap();
+    let early = tokio::time::timeout(Duration::from_millis(50), stream.recv()).await;
+    assert!(early.is_err(), "{early:?}");
+    start_rank(&board);
+    assert_eq!(next(&mut stream).await.unwrap().unwrap().bytes, b"one\n");
 }
 
 #[tokio::test]
