@@ -209,6 +209,11 @@ impl Follower {
     /// An adopted agent gets no description any more. One that lives on has therefore begun, even if the file that
     /// shows it was removed.
     async fn begin(&self, agent: &Agent, input: Option<Input>) -> Option<String> {
+        // Without a description, the agent cannot begin.
+        if input.is_some() && *self.stop.borrow() > Stop::No {
+            agent.kill().await;
+            return Some("stopped before it began".to_owned());
+        }
         let is_adopted = input.is_none();
         let send = async {
             if let Some((mut pipe, description)) = input {
@@ -397,6 +402,8 @@ fn later(before: Option<Usage>, now: Option<Usage>) -> Option<Usage> {
 mod tests {
     use std::path::Path;
 
+    use tokio::io::AsyncReadExt;
+
     use super::*;
     use crate::agents::facts::Facts;
     use crate::agents::process::AgentProcess;
@@ -448,6 +455,24 @@ mod tests {
         follower.follow(true).await;
         let Some((1, AgentEvent::NotStarted(Some(reason)))) = received.recv().await else { panic!() };
         assert!(reason.contains("belonged to `removed-user`") || reason.contains("no account"), "{reason}");
+    }
+
+    /// Tests a cancel that arrives between the prolog and the description.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn job_cancelled_while_its_agent_is_started_does_not_begin() {
+        let state = tempfile::tempdir().unwrap();
+        let (follower, (stop, _warning)) = follower(state.path(), "", mpsc::channel(8).0);
+        let mut child = tokio::process::Command::new("sleep").arg("1000").kill_on_drop(true).spawn().unwrap();
+        let agent = Agent::Process(AgentProcess::of_child(child.id().unwrap()).unwrap());
+        let (sender, mut receiver) = pipe::pipe().unwrap();
+        stop.send_replace(Stop::Ask);
+        let begun = follower.begin(&agent, Some((sender, b"description".to_vec())));
+        let failure = tokio::time::timeout(BEGIN_TIMEOUT / 2, begun).await.unwrap();
+        assert_eq!(failure.as_deref(), Some("stopped before it began"));
+        child.wait().await.unwrap();
+        let mut sent = Vec::new();
+        receiver.read_to_end(&mut sent).await.unwrap();
+        assert_eq!(sent, b"");
     }
 
     #[tokio::test(flavor = "multi_thread")]
