@@ -67,6 +67,9 @@ pub enum TokenError {
         /// Source of the token.
         origin: String,
     },
+    /// The path leads to a directory.
+    #[error("token file `{}` is a directory", .0.display())]
+    Directory(PathBuf),
     /// Other users can read the file.
     #[error(
         "token file `{}` is open to other users (mode {mode:04o}); run `chmod 600` on it and use a new token",
@@ -112,6 +115,9 @@ impl Token {
         let failed = |source| TokenError::File { path: path.into(), source };
         let file = std::fs::File::open(path).map_err(failed)?;
         let found = file.metadata().map_err(failed)?;
+        if found.is_dir() {
+            return Err(TokenError::Directory(path.into()));
+        }
         let (owner, mode) = (found.uid(), found.mode() & 0o7777);
         let own = rustix::process::geteuid().as_raw();
         if owner != own && owner != 0 {
@@ -285,6 +291,10 @@ mod tests {
         }
         let error = Token::read(&dir.path().join("none")).unwrap_err().to_string();
         assert!(error.contains("failed to read token file") && error.contains("No such file"), "{error}");
+        fs_err::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+        let error = Token::read(dir.path()).unwrap_err();
+        assert!(error.to_string().ends_with("` is a directory"), "{error}");
+        assert_eq!(error.exit_code(), ExitCode::Usage);
     }
 
     #[test]
