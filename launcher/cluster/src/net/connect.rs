@@ -72,8 +72,11 @@ pub enum Reason {
         "its token differs; give all nodes the same `--token-file` or `XLAUNCH_TOKEN`, and the same xlaunch"
     )]
     WrongToken,
-    /// The coordinator uses plain TCP.
-    #[error("it does not use TLS; give its node the token too, or use `--rdzv-insecure` on all nodes")]
+    /// The coordinator uses plain TCP, or it is a different service: the first bytes do not tell.
+    #[error(
+        "it does not use TLS; give its node the token too, or use `--rdzv-insecure` on all nodes; if another program \
+         listens there, check the port of `--rdzv-endpoint`"
+    )]
     NotTls,
     /// The coordinator uses TLS, but this side does not.
     #[error("it expects TLS; give this node the job's token with `--token-file` or `XLAUNCH_TOKEN`")]

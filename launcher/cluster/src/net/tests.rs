@@ -179,7 +179,10 @@ async fn other_programs_are_recognised() {
         port
     }
     let http = answering(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
-    assert!(matches!(dial(http, &with_token()).await, Err(Reason::NotTls)));
+    let not_tls = dial(http, &with_token()).await.unwrap_err();
+    assert!(
+        matches!(not_tls, Reason::NotTls) && not_tls.to_string().contains("another program listens there")
+    );
     assert!(matches!(dial(http, &Security::Insecure).await, Err(Reason::Foreign)));
     let silent = answering(b"").await;
     for security in [with_token(), Security::Insecure] {
