@@ -143,9 +143,12 @@ impl Reason {
     }
 }
 
-/// Message about a name that does not resolve, perhaps not yet.
+/// Message about a name that does not resolve, perhaps not yet. In a launch over ssh, the name can be one that only the
+/// user's ssh knows, and `--rdzv-endpoint` comes from the launch.
 pub fn unresolved(why: &dyn fmt::Display) -> String {
-    format!("the name does not resolve ({why}); check the host of `--rdzv-endpoint`")
+    format!(
+        "the name does not resolve ({why}); give `--rdzv-endpoint` a name or an address that all nodes can use"
+    )
 }
 
 /// Connects to one address. `reached` is called once the TCP connection is open.

@@ -199,6 +199,10 @@ async fn dialer_waits_for_a_missing_coordinator() {
     let unknown = Endpoint { host: "name.invalid".into(), ports: vec![29400] };
     let error = connect(&unknown, &with_token()).await.unwrap_err();
     assert!(error.contains("name.invalid:29400: the name does not resolve"), "{error}");
+    assert!(
+        error.ends_with("; give `--rdzv-endpoint` a name or an address that all nodes can use"),
+        "{error}"
+    );
 }
 
 #[tokio::test]
