@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use xlaunch_proto::convert::node::Submit;
 use xlaunch_proto::v1::{DrainRequest, ExamineReply, ExamineRequest, Job, NodeStatus, UpdateRequest};
 
@@ -44,6 +44,27 @@ pub struct Submission {
     pub warnings: Vec<String>,
 }
 
+/// A change to one job.
+#[derive(Debug)]
+pub enum Change {
+    /// Cancels the job.
+    Cancel {
+        /// True to kill a running job immediately.
+        force: bool,
+    },
+    /// Holds or releases the queued job, or changes its priority.
+    Update(UpdateRequest),
+}
+
+/// A change to one job, and its caller.
+#[derive(Debug)]
+pub struct JobChange {
+    pub caller: Caller,
+    pub job: u64,
+    pub change: Change,
+    pub reply: Reply<Job>,
+}
+
 /// A command to the manager.
 #[derive(Debug)]
 pub enum Command {
@@ -53,19 +74,7 @@ pub enum Command {
         submission: Box<Submit>,
         reply: Reply<Submission>,
     },
-    Cancel {
-        caller: Caller,
-        job: u64,
-        /// True to kill a running job immediately.
-        force: bool,
-        reply: Reply<Job>,
-    },
-    /// Holds or releases a queued job, or changes its priority.
-    Update {
-        caller: Caller,
-        update: UpdateRequest,
-        reply: Reply<Job>,
-    },
+    Change(JobChange),
     Drain {
         caller: Caller,
         drain: DrainRequest,
@@ -79,22 +88,28 @@ pub enum Command {
     },
 }
 
-/// Limits each user to one command at the manager at a time. The manager's queue is first come, first served, and each
-/// command writes to the disk, so otherwise many calls of one user would delay those of all others.
+/// Number of changes to jobs that each user can have at the manager at a time.
+const MAX_CHANGES: u32 = 64;
+
+/// Limits each user to one command at the manager at a time, or to [`MAX_CHANGES`], which the manager writes to the disk
+/// together. The manager's queue is first come, first served, so otherwise many calls of one user would delay those of
+/// all others.
 #[derive(Clone, Debug, Default)]
-struct Turns(Arc<Mutex<HashMap<u32, Weak<tokio::sync::Mutex<()>>>>>);
+struct Turns(Arc<Mutex<HashMap<u32, Weak<Semaphore>>>>);
 
 impl Turns {
-    /// Waits for this user's turn, which ends when the result is dropped.
-    async fn wait(&self, uid: u32) -> OwnedMutexGuard<()> {
+    /// Waits until this user has `share` of [`MAX_CHANGES`] left, and takes them until the result is dropped. `None`
+    /// would mean that the semaphore is closed, which nothing does.
+    async fn wait(&self, uid: u32, share: u32) -> Option<OwnedSemaphorePermit> {
         let turn = {
             let mut turns = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             turns.retain(|_, turn| turn.strong_count() > 0);
-            let turn = turns.get(&uid).and_then(Weak::upgrade).unwrap_or_default();
+            let turn = turns.get(&uid).and_then(Weak::upgrade);
+            let turn = turn.unwrap_or_else(|| Arc::new(Semaphore::new(MAX_CHANGES as usize)));
             turns.insert(uid, Arc::downgrade(&turn));
             turn
         };
-        turn.lock_owned().await
+        turn.acquire_many_owned(share).await.ok()
     }
 }
 
@@ -129,7 +144,7 @@ impl NodeHandle {
         account: Account,
         submission: Submit,
     ) -> Result<Submission, CommandError> {
-        self.send(caller.uid, |reply| Command::Submit {
+        self.send(caller.uid, MAX_CHANGES, |reply| Command::Submit {
             caller,
             account,
             submission: Box::new(submission),
@@ -140,17 +155,22 @@ impl NodeHandle {
 
     /// Cancels a job. With `force`, a running job is killed immediately.
     pub async fn cancel(&self, caller: Caller, job: u64, force: bool) -> Result<Job, CommandError> {
-        self.send(caller.uid, |reply| Command::Cancel { caller, job, force, reply }).await
+        self.change(caller, job, Change::Cancel { force }).await
     }
 
     /// Holds or releases a queued job, or changes its priority.
     pub async fn update(&self, caller: Caller, update: UpdateRequest) -> Result<Job, CommandError> {
-        self.send(caller.uid, |reply| Command::Update { caller, update, reply }).await
+        let job = update.job;
+        self.change(caller, job, Change::Update(update)).await
+    }
+
+    async fn change(&self, caller: Caller, job: u64, change: Change) -> Result<Job, CommandError> {
+        self.send(caller.uid, 1, |reply| Command::Change(JobChange { caller, job, change, reply })).await
     }
 
     /// Takes the node or these GPUs out of service or, with `undo`, puts them back.
     pub async fn drain(&self, caller: Caller, drain: DrainRequest) -> Result<NodeStatus, CommandError> {
-        self.send(caller.uid, |reply| Command::Drain { caller, drain, reply }).await
+        self.send(caller.uid, MAX_CHANGES, |reply| Command::Drain { caller, drain, reply }).await
     }
 
     /// Examines idle GPUs, and drains those that fail. The first message lists the GPUs, the last one has the results.
@@ -159,11 +179,16 @@ impl NodeHandle {
         caller: Caller,
         examine: ExamineRequest,
     ) -> Result<mpsc::Receiver<ExamineReply>, CommandError> {
-        self.send(caller.uid, |reply| Command::Examine { caller, examine, reply }).await
+        self.send(caller.uid, MAX_CHANGES, |reply| Command::Examine { caller, examine, reply }).await
     }
 
-    async fn send<T>(&self, uid: u32, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, CommandError> {
-        let _turn = self.turns.wait(uid).await;
+    async fn send<T>(
+        &self,
+        uid: u32,
+        share: u32,
+        command: impl FnOnce(Reply<T>) -> Command,
+    ) -> Result<T, CommandError> {
+        let _turn = self.turns.wait(uid, share).await;
         let shutting_down = || CommandError::Unavailable("the daemon is shutting down".into());
         let (reply, result) = oneshot::channel();
         self.commands.send(command(reply)).await.map_err(|_| shutting_down())?;
@@ -178,15 +203,15 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn each_user_has_one_turn_at_a_time() {
+    async fn each_user_has_one_command_or_several_changes_at_a_time() {
         let turns = Turns::default();
-        let first = turns.wait(1).await;
-        let mut second = std::pin::pin!(turns.wait(1));
+        let first = [turns.wait(1, 1).await, turns.wait(1, 1).await];
+        let mut second = std::pin::pin!(turns.wait(1, MAX_CHANGES));
         assert!(tokio::time::timeout(Duration::ZERO, &mut second).await.is_err());
-        drop(turns.wait(2).await);
+        drop(turns.wait(2, MAX_CHANGES).await);
         drop(first);
         drop(second.await);
-        drop(turns.wait(3).await);
+        drop(turns.wait(3, 1).await);
         assert_eq!(turns.0.lock().unwrap().len(), 1, "what is not waited for is not kept");
     }
 }

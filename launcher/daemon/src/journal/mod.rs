@@ -1,7 +1,7 @@
 //! The journal: the daemon's durable state, as an append-only file `journal` in the state directory.
 //!
 //! ```text
-//! append:  one line, one write, fdatasync
+//! append:  lines, one write, fdatasync
 //! rewrite: journal.new, fdatasync, rename to journal, fsync of the directory (compaction, after a failed append)
 //! open:    lock, parse, repair -> records and notes for the operator
 //! ```
@@ -178,20 +178,12 @@ impl<E: Serialize + DeserializeOwned> Journal<E> {
         Ok((journal, Replay { records: parsed.records, notes, integrity }))
     }
 
-    /// Appends a record, which is on disk when this returns.
+    /// Appends records with one write and one sync. They are on disk when this returns.
     ///
     /// # Errors
-    /// The disk fails. The record may or may not be read when the journal is opened again, and all appends fail until a
-    /// rewrite succeeds.
-    pub(crate) fn append(&mut self, record: &E) -> io::Result<()> {
-        self.append_all(std::slice::from_ref(record))
-    }
-
-    /// Appends several records with one write and one sync.
-    ///
-    /// # Errors
-    /// The same as for [`append`](Self::append). Any prefix of the records may be read later.
-    fn append_all(&mut self, records: &[E]) -> io::Result<()> {
+    /// The disk fails. Any prefix of the records may be read when the journal is opened again, and all appends fail
+    /// until a rewrite succeeds.
+    pub(crate) fn append(&mut self, records: &[E]) -> io::Result<()> {
         if let Some(problem) = &self.broken {
             let text = format!(
                 "failed to append: the journal must be rewritten after an earlier failure: {problem}"

@@ -75,7 +75,7 @@ impl Model {
     /// Appends, and updates what the next open may find.
     fn append(&mut self, journal: &mut Journal<Record>, added: &[Record]) -> bool {
         let broken = journal.broken.is_some();
-        match journal.append_all(added) {
+        match journal.append(added) {
             Ok(()) => {
                 assert!(!broken, "appended to a file in which something had failed");
                 *self = Self::at([&self.now, added].concat());
@@ -150,7 +150,7 @@ fn acknowledged_records_survive_crash_at_any_call() {
 
             let (mut journal, replay) = open(dir.path()).unwrap();
             model.check(&replay.records, &(fault, loss));
-            journal.append(&record(99)).unwrap();
+            journal.append(&[record(99)]).unwrap();
             drop(journal);
             let (_, again) = open(dir.path()).unwrap();
             assert_eq!(again.records, [replay.records, vec![record(99)]].concat(), "{fault:?}");
@@ -198,7 +198,7 @@ fn failed_append_blocks_appends_until_rewrite() {
             injected = disk.is_injected();
             if let Some(mut journal) = journal {
                 if journal.broken.is_some() {
-                    let error = journal.append(&record(50)).unwrap_err().to_string();
+                    let error = journal.append(&[record(50)]).unwrap_err().to_string();
                     assert!(error.contains("must be rewritten"), "{error}");
                     if torn == 30 {
                         let now = model.now.clone();
@@ -228,7 +228,7 @@ fn append_returns_disk_error() {
         let fault = Fault { at, torn: 0, kind: FaultKind::Error(Errno::NOSPC) };
         let disk = FaultyDisk::new(dir.path(), Some(fault));
         let (mut journal, _) = Journal::open_on(dir.path(), disk.disk()).unwrap();
-        let error = journal.append(&record(1)).unwrap_err();
+        let error = journal.append(&[record(1)]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
     }
 }
@@ -476,10 +476,10 @@ fn records_round_trip_through_real_disk() {
     let dir = tempfile::tempdir().unwrap();
     let (mut journal, replay) = Journal::open(dir.path()).unwrap();
     assert_eq!(replay, Replay { records: Vec::new(), notes: Vec::new(), integrity: Integrity::New });
-    journal.append_all(&records(0..3)).unwrap();
-    journal.append(&record(3)).unwrap();
+    journal.append(&records(0..3)).unwrap();
+    journal.append(&[record(3)]).unwrap();
     journal.rewrite(&records(2..4)).unwrap();
-    journal.append(&record(4)).unwrap();
+    journal.append(&[record(4)]).unwrap();
     let len = fs_err::metadata(dir.path().join("journal")).unwrap().len();
     assert_eq!(journal.len_bytes(), len);
     drop(journal);
@@ -513,10 +513,10 @@ fn appended_records_are_not_kept_in_memory() {
     let dir = scratch();
     let (mut journal, _) = Journal::open(dir.path()).unwrap();
     let record = Record { job: 1, text: "x".repeat(2000) };
-    journal.append(&record).unwrap();
+    journal.append(std::slice::from_ref(&record)).unwrap();
     let before = resident();
     for _ in 0..10_000 {
-        journal.append(&record).unwrap();
+        journal.append(std::slice::from_ref(&record)).unwrap();
     }
     assert!(journal.len_bytes() > 20_000_000);
     let grown = resident().saturating_sub(before);

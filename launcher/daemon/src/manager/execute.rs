@@ -1,12 +1,14 @@
 //! Executes commands. The view is published before the reply is sent, so that callers see the effect of their commands.
 
+use std::collections::BTreeMap;
+
 use tracing::info;
 use xlaunch_proto::convert::node::Submit;
-use xlaunch_proto::v1::{DrainRequest, Job, NodeStatus, UpdateRequest};
+use xlaunch_proto::v1::{DrainRequest, Job, NodeStatus};
 
 use super::Manager;
 use crate::allowed_variables;
-use crate::commands::{Command, CommandError, Reply, Submission};
+use crate::commands::{Change, Command, CommandError, JobChange, Reply, Submission};
 use crate::gpus::GpuFacts;
 use crate::runtime::Stop;
 use crate::state::{Element, Hold, Jobs, Record};
@@ -14,21 +16,50 @@ use crate::submission::{self, MAX_NAME_BYTES};
 use crate::users::Account;
 use crate::view::Caller;
 
+/// Commands that are executed together.
+#[derive(Debug)]
+enum Group {
+    /// Changes, each to another job.
+    Changes(Vec<JobChange>),
+    Other(Command),
+}
+
+/// Groups commands in their order. Changes to different jobs that follow each other are written to the disk and
+/// published together: one by one, changes to a long array would take minutes on a slow disk.
+fn groups(commands: impl Iterator<Item = Command>) -> Vec<Group> {
+    let mut groups = Vec::new();
+    for command in commands {
+        match (command, groups.last_mut()) {
+            // A change is checked against the job as its earlier changes left it.
+            (Command::Change(change), Some(Group::Changes(changes)))
+                if changes.iter().all(|earlier| earlier.job != change.job) =>
+            {
+                changes.push(change);
+            }
+            (Command::Change(change), _) => groups.push(Group::Changes(vec![change])),
+            (command, _) => groups.push(Group::Other(command)),
+        }
+    }
+    groups
+}
+
 impl Manager {
-    pub(super) fn execute(&mut self, command: Command) {
+    pub(super) fn execute_all(&mut self, commands: impl Iterator<Item = Command>) {
+        for group in groups(commands) {
+            match group {
+                Group::Changes(changes) => self.change(changes),
+                Group::Other(command) => self.execute(command),
+            }
+        }
+    }
+
+    fn execute(&mut self, command: Command) {
         match command {
             Command::Submit { caller, account, submission, reply } => {
                 let result = self.submit(&caller, account, *submission);
                 self.reply(reply, result);
             }
-            Command::Cancel { caller, job, force, reply } => {
-                let result = self.cancel(&caller, job, force);
-                self.reply(reply, result);
-            }
-            Command::Update { caller, update, reply } => {
-                let result = self.update(&caller, update);
-                self.reply(reply, result);
-            }
+            Command::Change(change) => self.change(vec![change]),
             Command::Drain { caller, drain, reply } => {
                 let result = self.drain(&caller, &drain);
                 self.reply(reply, result);
@@ -104,26 +135,60 @@ impl Manager {
         jobs.into_iter().map(|job| self.job_message_at(job, &positions)).collect()
     }
 
-    fn update(&mut self, caller: &Caller, update: UpdateRequest) -> Result<Job, CommandError> {
-        for record in self.jobs.update(caller, update, self.now())? {
-            self.write(record)?;
+    /// Makes these changes, each to another job. If the journal cannot be written, all of them fail.
+    fn change(&mut self, changes: Vec<JobChange>) {
+        let now = self.now();
+        let checked: Vec<_> = changes.iter().map(|change| self.records_of(change, now)).collect();
+        let records: Vec<Record> = checked.iter().flatten().flatten().cloned().collect();
+        let written = self.write_all(records);
+        let mut results = Vec::with_capacity(changes.len());
+        for (JobChange { caller, job, change, reply }, records) in changes.into_iter().zip(checked) {
+            let changed = records.and_then(|records| {
+                let changed = !records.is_empty();
+                if changed { written.clone() } else { Ok(()) }.map(|()| changed)
+            });
+            if let (Change::Cancel { force }, Ok(changed)) = (change, &changed) {
+                self.stop_cancelled(&caller, job, force, *changed);
+            }
+            results.push((job, reply, changed));
         }
-        self.job_message(update.job)
+        // The positions of a long queue take long to compute.
+        let queued = results.iter().any(|(job, ..)| self.is_queued(*job));
+        let positions = if queued { self.queue_positions() } else { BTreeMap::new() };
+        let message = |(job, reply, changed): (u64, Reply<Job>, Result<bool, CommandError>)| {
+            (reply, changed.and_then(|_| self.job_message_at(job, &positions)))
+        };
+        let replies: Vec<_> = results.into_iter().map(message).collect();
+        self.settle();
+        for (reply, result) in replies {
+            // The caller may have disconnected.
+            let _ = reply.send(result);
+        }
     }
 
-    fn cancel(&mut self, caller: &Caller, job: u64, force: bool) -> Result<Job, CommandError> {
-        if let Some(record) = self.jobs.cancel(caller, job, self.now())? {
-            self.write(record)?;
+    /// Returns the records of a change; none if the job already is as wanted.
+    fn records_of(
+        &self,
+        JobChange { caller, job, change, .. }: &JobChange,
+        now: u64,
+    ) -> Result<Vec<Record>, CommandError> {
+        match change {
+            Change::Cancel { .. } => self.jobs.cancel(caller, *job, now).map(Vec::from_iter),
+            Change::Update(update) => self.jobs.update(caller, *update, now),
+        }
+    }
+
+    /// Stops the processes of a cancelled job. `is_new` says whether this call has cancelled it: it may have been
+    /// cancelled before, and have to be killed now. [`Jobs::cancel`] has checked the caller.
+    fn stop_cancelled(&mut self, caller: &Caller, job: u64, force: bool, is_new: bool) {
+        if is_new {
             info!(job, uid = caller.uid, "job {job} is cancelled by user {}", caller.label());
         }
-        // Also applies to a job that was cancelled before, as it may have to be killed now. `Jobs::cancel` has checked
-        // the caller.
         if self.jobs.cancelled_by(job).is_some()
             && let Some(runtime) = self.runtime.get(&job)
         {
             runtime.stop.send_modify(|stop| *stop = (*stop).max(if force { Stop::Kill } else { Stop::Ask }));
         }
-        self.job_message(job)
     }
 
     fn drain(&mut self, caller: &Caller, drain: &DrainRequest) -> Result<NodeStatus, CommandError> {
@@ -153,4 +218,32 @@ fn warnings(withheld: &[String], wanted: &str, name: &str) -> Vec<String> {
         ));
     }
     warnings
+}
+
+#[cfg(test)]
+mod tests {
+    use std::borrow::Cow;
+
+    use super::*;
+
+    const CALLER: Caller = Caller { uid: 1000, name: Cow::Borrowed(""), admin: false };
+
+    #[test]
+    fn changes_to_different_jobs_are_made_together() {
+        let change = |job| {
+            let (reply, _) = tokio::sync::oneshot::channel();
+            Command::Change(JobChange { caller: CALLER, job, change: Change::Cancel { force: false }, reply })
+        };
+        let drain = || {
+            let (reply, _) = tokio::sync::oneshot::channel();
+            Command::Drain { caller: CALLER, drain: DrainRequest::default(), reply }
+        };
+        let shown = |group: &Group| match group {
+            Group::Changes(changes) => changes.iter().map(|change| change.job).collect(),
+            Group::Other(_) => Vec::new(),
+        };
+        let commands = vec![change(1), change(3), change(2), change(3), drain(), change(4), change(5)];
+        let found: Vec<Vec<u64>> = groups(commands.into_iter()).iter().map(shown).collect();
+        assert_eq!(found, [vec![1, 3, 2], vec![3], vec![], vec![4, 5]]);
+    }
 }

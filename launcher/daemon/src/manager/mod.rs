@@ -98,16 +98,17 @@ pub(crate) async fn run(
     manager.recover();
     let mut tick = tokio::time::interval(MANAGER_TICK_INTERVAL);
     manager.settle();
+    let (mut received, capacity) = (Vec::new(), commands.max_capacity());
     loop {
         let until_next_limit = manager.until_next_limit();
         tokio::select! {
-            command = commands.recv() => match command {
-                Some(command) => {
-                    manager.execute(command);
-                    continue;
+            count = commands.recv_many(&mut received, capacity) => {
+                if count == 0 {
+                    return;
                 }
-                None => return,
-            },
+                manager.execute_all(received.drain(..));
+                continue;
+            }
             Some((job, event)) = events.recv() => manager.on_agent_event(job, event),
             Some(ending) = endings.recv() => manager.on_examined(ending),
             Ok(()) = manager.setup.gpus.changed() => {}

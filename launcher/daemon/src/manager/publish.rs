@@ -40,13 +40,7 @@ impl Manager {
         }
     }
 
-    pub(super) fn job_message(&self, job: u64) -> Result<Job, CommandError> {
-        // The positions of a long queue take long to compute.
-        let positions = if self.is_queued(job) { self.queue_positions() } else { BTreeMap::new() };
-        self.job_message_at(job, &positions)
-    }
-
-    fn is_queued(&self, job: u64) -> bool {
+    pub(super) fn is_queued(&self, job: u64) -> bool {
         self.jobs.jobs.get(&job).is_some_and(|entry| matches!(entry.phase, Phase::Queued { .. }))
     }
 

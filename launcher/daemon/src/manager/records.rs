@@ -134,6 +134,14 @@ impl Manager {
 
     /// Writes a record to the journal, then applies it. After an error it is not applied.
     pub(super) fn write(&mut self, record: Record) -> Result<(), CommandError> {
+        self.write_all(vec![record])
+    }
+
+    /// Writes records to the journal together, then applies them. After an error none of them is applied.
+    pub(super) fn write_all(&mut self, records: Vec<Record>) -> Result<(), CommandError> {
+        if records.is_empty() {
+            return Ok(());
+        }
         self.rewrite_journal_if_needed();
         let failed = |why: &dyn std::fmt::Display| {
             CommandError::Unavailable(format!("failed to write the daemon's journal: {why}"))
@@ -141,14 +149,14 @@ impl Manager {
         if self.unsaved {
             return Err(failed(&"earlier changes could not be written either; is the disk full?"));
         }
-        if let Err(error) = tokio::task::block_in_place(|| self.setup.journal.append(&record)) {
+        if let Err(error) = tokio::task::block_in_place(|| self.setup.journal.append(&records)) {
             warn!("failed to append to the journal: {error}");
             // After a failed append, the contents on disk are unknown, so the file is rewritten.
             self.unsaved = true;
             self.rewrite_journal_if_needed();
             return Err(failed(&error));
         }
-        self.apply(record);
+        records.into_iter().for_each(|record| self.apply(record));
         Ok(())
     }
 

@@ -29,7 +29,7 @@ use xlaunch_spec::command::{CommandSpec, Program};
 use xlaunch_spec::job::JobSpec;
 
 use super::*;
-use crate::commands::{Command, CommandError, Submission};
+use crate::commands::{Change, Command, CommandError, JobChange, Submission};
 use crate::state::Jobs;
 use crate::users::Account;
 use crate::view::{JobView, NodeView};
@@ -120,9 +120,10 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
     while let Some(command) = commands.recv().await {
         match (command, &refuse) {
             (Command::Submit { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
-            (Command::Cancel { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
-            (Command::Update { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
-            (Command::Update { update, reply, .. }, None) => {
+            (Command::Change(JobChange { reply, .. }), Some(refused)) => {
+                drop(reply.send(Err(refused.clone())))
+            }
+            (Command::Change(JobChange { change: Change::Update(update), reply, .. }), None) => {
                 let held = update.held.unwrap_or(false);
                 drop(reply.send(Ok(Job { id: update.job, held, ..Default::default() })));
             }
@@ -135,7 +136,7 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
                 let job = Job { id, uid: caller.uid, user: account.name, name, ..Default::default() };
                 drop(reply.send(Ok(Submission { jobs: vec![job], repeated, warnings: Vec::new() })));
             }
-            (Command::Cancel { job, reply, .. }, None) => {
+            (Command::Change(JobChange { job, reply, .. }), None) => {
                 drop(reply.send(Ok(Job { id: job, ..Default::default() })));
             }
             (Command::Examine { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
