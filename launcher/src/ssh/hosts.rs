@@ -37,10 +37,13 @@ impl Host {
 
     /// Returns whether the name means a different machine on every host.
     pub(crate) fn is_loopback(&self) -> bool {
-        let address = self.address();
-        address == "localhost"
-            || address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+        is_loopback(self.address())
     }
+}
+
+/// Returns whether this name or address means the host that uses it.
+pub(crate) fn is_loopback(address: &str) -> bool {
+    address == "localhost" || address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
 /// Parses the hosts of `--hosts`.
