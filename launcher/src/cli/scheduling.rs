@@ -34,7 +34,7 @@ pub(super) struct Scheduling {
     /// Start after these jobs or ranges (12-21) have ended: ok (done; the default), any, or fail; may be repeated
     #[arg(long, value_name = "JOB[:ok|any|fail],...", value_delimiter = ',', value_parser = parse_dependencies)]
     after: Vec<Vec<Dependency>>,
-    /// Submit one job per index, such as 0-9 or 0,3,7-9; with %N, at most N of them run at a time
+    /// Submit one job per index, such as 0-9, 0-9:3 (every third) or 0,3,7-9; with %N, at most N of them run at a time
     #[arg(long, value_name = "INDICES[%N]", value_parser = parse_array, conflicts_with = "wait")]
     array: Option<Array>,
     /// Queue the job again if it is lost, for example in a reboot; training resumes from its newest checkpoint
@@ -109,7 +109,8 @@ fn parse_dependencies(text: &str) -> Result<Vec<Dependency>, String> {
 }
 
 fn parse_array(text: &str) -> Result<Array, String> {
-    let invalid = || format!("`{text}` is not an array; expected indices such as 0-9, 0,3,7-9 or 0-9%2");
+    let invalid =
+        || format!("`{text}` is not an array; expected indices such as 0-9, 0-9:3, 0,3,7-9 or 0-9%2");
     let (list, parallel) = match text.split_once('%') {
         Some((list, parallel)) => {
             (list, parallel.parse::<u32>().ok().filter(|parallel| *parallel > 0).ok_or_else(invalid)?)
@@ -117,14 +118,16 @@ fn parse_array(text: &str) -> Result<Array, String> {
         None => (text, 0),
     };
     let mut indices = Vec::new();
-    for range in list.split(',') {
+    for item in list.split(',') {
+        let (range, step) = item.split_once(':').unwrap_or((item, "1"));
+        let step = step.parse::<u32>().ok().filter(|step| *step > 0).ok_or_else(invalid)?;
         let range = parse_range::<u32>(range).ok_or_else(invalid)?;
-        if indices.len() as u64 + u64::from(range.end() - range.start()) >= MAX_ARRAY_JOBS as u64 {
+        if indices.len() as u64 + u64::from((range.end() - range.start()) / step) >= MAX_ARRAY_JOBS as u64 {
             return Err(format!(
                 "`{text}` has too many indices: at most {MAX_ARRAY_JOBS} jobs can be in an array"
             ));
         }
-        indices.extend(range);
+        indices.extend(range.step_by(usize::try_from(step).unwrap_or(usize::MAX)));
     }
     Ok(Array { indices, parallel })
 }
@@ -174,8 +177,11 @@ mod tests {
         assert_eq!(array("0-3"), Ok((vec![0, 1, 2, 3], 0)));
         assert_eq!(array("0,3,7-9%2"), Ok((vec![0, 3, 7, 8, 9], 2)));
         assert_eq!(array("5"), Ok((vec![5], 0)));
+        assert_eq!(array("0-10:4,1-3:2%2"), Ok((vec![0, 4, 8, 1, 3], 2)));
+        assert_eq!(array("0-9990:10").map(|it| it.0.len()), Ok(1000));
+        assert!(array("0-10000:10").unwrap_err().contains("at most 1000"));
         assert_eq!(array("0-999").map(|it| it.0.len()), Ok(1000));
-        for text in ["", "a", "3-1", "1,,2", "0-9%0", "0-9%", "-1"] {
+        for text in ["", "a", "3-1", "1,,2", "0-9%0", "0-9%", "-1", "0-9:0", "0-9:", "0:1-9"] {
             assert!(array(text).unwrap_err().contains("0,3,7-9"), "{text}");
         }
         assert!(array("0-1000").unwrap_err().contains("at most 1000"));
