@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rustix::net::Shutdown;
 use tokio::net::UnixListener;
-use tokio::sync::Notify;
+use tokio::sync::{Barrier, Notify};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
@@ -17,6 +17,7 @@ use xlaunch_proto::v1::*;
 use xlaunch_spec::exit::ExitCode;
 
 use super::cancel;
+use super::job_list::call_for_each;
 use crate::client::daemon::{Candidate, DaemonAddress, DaemonClient};
 use xlaunch_spec::refusal::Refusal;
 
@@ -27,6 +28,8 @@ struct FakeDaemon {
     dir: Arc<tempfile::TempDir>,
     /// Notified when a client has seen the first state of the job it watches.
     first_state_seen: Arc<Notify>,
+    /// Makes calls of `Update` wait for each other, in pairs.
+    updates: Arc<Barrier>,
 }
 
 #[derive(Debug, Default)]
@@ -43,7 +46,8 @@ struct State {
 impl FakeDaemon {
     async fn start() -> Self {
         let dir = Arc::new(tempfile::tempdir().unwrap());
-        let fake = Self { state: Arc::default(), dir, first_state_seen: Arc::default() };
+        let updates = Arc::new(Barrier::new(2));
+        let fake = Self { state: Arc::default(), dir, first_state_seen: Arc::default(), updates };
         let state = fake.state.clone();
         let connections =
             UnixListenerStream::new(UnixListener::bind(fake.socket()).unwrap()).map(move |found| {
@@ -200,7 +204,9 @@ impl Node for FakeDaemon {
     }
 
     async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<Job>, Status> {
-        find(request.into_inner().job).map(Response::new)
+        let id = request.into_inner().job;
+        self.updates.wait().await;
+        find(id).map(Response::new)
     }
 
     async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<NodeStatus>, Status> {
@@ -331,11 +337,22 @@ async fn stacks_of_all_processes_are_collected_by_rank() {
 async fn newest_job_is_cancelled_first_and_an_unknown_one_does_not_prevent_the_others() {
     let fake = FakeDaemon::start().await;
     let jobs = [1, 3, 2, 1];
-    let results = within_a_minute(cancel::cancel_all(&mut fake.connect().await, &jobs, false)).await;
+    let results = within_a_minute(cancel::cancel_all(&fake.connect().await, &jobs, false)).await;
     assert_eq!(fake.with_state(|state| state.cancelled.clone()), [2, 1]);
     assert_eq!(results.exit, ExitCode::WorkerFailed);
     assert_eq!(results.text(crate::render::job::cancelled), "job 1 is stopping\njob 2 is stopping\n");
     assert_eq!(results.errors, "error: there is no job 3\n");
+}
+
+#[tokio::test]
+async fn several_jobs_are_changed_at_a_time_and_the_replies_are_in_order() {
+    let daemon = FakeDaemon::start().await.connect().await;
+    let update = |mut daemon: DaemonClient, job| async move {
+        daemon.update(UpdateRequest { job, held: Some(true), priority: None }).await
+    };
+    let replies = within_a_minute(call_for_each(&daemon, &[2, 3, 1, 2], update)).await;
+    let jobs: Vec<Option<u64>> = replies.into_iter().map(|reply| reply.ok().map(|job| job.id)).collect();
+    assert_eq!(jobs, [Some(2), None, Some(1), Some(2)]);
 }
 
 #[tokio::test]

@@ -1,17 +1,89 @@
-//! Job numbers on the command line, given singly or as ranges, and the results of calls for each of them.
+//! Jobs on the command line, given by numbers, by ranges or all of them, and the results of calls for each of them.
 
+use clap::{Args, ValueHint};
+use rustix::process::getuid;
 use xlaunch_proto::convert::node::MAX_ARRAY_JOBS;
 use xlaunch_proto::json;
 use xlaunch_proto::v1::Job;
 use xlaunch_spec::exit::ExitCode;
 
 use super::output::{QueryError, print, print_note};
+use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::text;
 use xlaunch_spec::quantities::parse_range;
 use xlaunch_spec::refusal::Refusal;
 
 /// Longest range: the maximum size of an array.
 pub(super) const MAX_RANGE: u64 = MAX_ARRAY_JOBS as u64;
+
+/// Maximum number of calls at a time. The daemon carries out those that it gets at the same time together.
+const MAX_CALLS: usize = 64;
+
+/// The jobs of a command that changes several jobs.
+#[derive(Debug, Args)]
+pub(super) struct JobSelection {
+    /// Job numbers, as shown by `xlaunch jobs`, or ranges such as 12-21
+    #[arg(value_name = "JOB", required_unless_present = "all", value_hint = ValueHint::Other)]
+    jobs: Vec<String>,
+    /// Every job of your own that this applies to; as root, too, no jobs of other users
+    #[arg(long, conflicts_with = "jobs")]
+    all: bool,
+}
+
+impl JobSelection {
+    /// Connects to the daemon, and returns the numbers of the jobs. `applies` selects those that `--all` names among jobs
+    /// that have not ended.
+    ///
+    /// # Errors
+    /// A word is not a job or a range, or the daemon does not answer.
+    pub(super) async fn find(
+        &self,
+        daemon: &DaemonAddress,
+        applies: impl Fn(&Job) -> bool,
+    ) -> Result<(DaemonClient, Vec<u64>), Refusal> {
+        // Before the connection, so that mistakes are reported without a daemon.
+        let given = job_numbers(&self.jobs)?;
+        let mut daemon = DaemonClient::connect(daemon).await?;
+        if !self.all {
+            return Ok((daemon, given));
+        }
+        let own = own_jobs(&daemon.list(false, None).await?, getuid().as_raw(), applies);
+        if own.is_empty() {
+            print_note("nothing to do: this applies to none of your own jobs");
+        }
+        Ok((daemon, own))
+    }
+}
+
+/// Returns the numbers of this user's jobs that are selected, in ascending order.
+fn own_jobs(listed: &[Job], uid: u32, applies: impl Fn(&Job) -> bool) -> Vec<u64> {
+    let mut jobs: Vec<u64> =
+        listed.iter().filter(|job| job.uid == uid && applies(job)).map(|job| job.id).collect();
+    jobs.sort_unstable();
+    jobs
+}
+
+/// Calls the daemon for each of these jobs, several at a time in this order, and returns the replies in this order.
+pub(super) async fn call_for_each<F>(
+    daemon: &DaemonClient,
+    jobs: &[u64],
+    call: impl Fn(DaemonClient, u64) -> F,
+) -> Vec<Result<Job, Refusal>>
+where
+    F: Future<Output = Result<Job, Refusal>> + Send + 'static,
+{
+    let mut replies = Vec::with_capacity(jobs.len());
+    for jobs in jobs.chunks(MAX_CALLS) {
+        let calls: Vec<_> = jobs.iter().map(|job| tokio::spawn(call(daemon.clone(), *job))).collect();
+        for call in calls {
+            let failed = |error: tokio::task::JoinError| {
+                Err(Refusal::new(ExitCode::Internal, format!("a call failed: {error}")))
+            };
+            replies.push(call.await.unwrap_or_else(failed));
+        }
+    }
+    replies
+}
 
 /// The results of a call for several jobs.
 #[derive(Debug)]
@@ -62,14 +134,15 @@ impl JobResults {
 }
 
 /// Returns the jobs named by these words: `7`, or `12-21` for a range.
-pub(super) fn job_numbers(words: &[String]) -> Result<Vec<u64>, Refusal> {
+fn job_numbers(words: &[String]) -> Result<Vec<u64>, Refusal> {
     let mut jobs = Vec::new();
     for word in words {
         match parse_range::<u64>(word) {
             Some(range) if range.end() - range.start() < MAX_RANGE => jobs.extend(range),
             Some(_) => {
-                let message =
-                    format!("`{word}` names too many jobs: at most {MAX_RANGE} can be given as a range");
+                let message = format!(
+                    "`{word}` names too many jobs: a range has at most {MAX_RANGE}; several can be given"
+                );
                 return Err(Refusal::new(ExitCode::Usage, message));
             }
             None => {
@@ -101,6 +174,20 @@ mod tests {
             assert_eq!(refusal.exit, ExitCode::Usage);
         }
         let refusal = job_numbers(&["1-1001".to_owned()]).unwrap_err();
-        assert!(refusal.message.contains("too many jobs"), "{}", refusal.message);
+        let expected = "`1-1001` names too many jobs: a range has at most 1000; several can be given";
+        assert_eq!(refusal.message, expected);
+    }
+
+    #[test]
+    fn all_means_the_callers_own_jobs() {
+        let job = |id, uid, priority| Job { id, uid, priority, ..Job::default() };
+        let listed = [job(9, 7, 0), job(8, 0, 0), job(4, 7, 1), job(3, 7, 0)];
+        assert_eq!(own_jobs(&listed, 7, |_| true), [3, 4, 9]);
+        assert_eq!(own_jobs(&listed, 7, |job| job.priority == 0), [3, 9]);
+        assert_eq!(
+            own_jobs(&listed, 0, |_| true),
+            [8],
+            "root cancels no jobs of others unless it names them"
+        );
     }
 }

@@ -1,10 +1,10 @@
 //! `xlaunch hold`, `release` and `reprioritise`: changes to queued jobs.
 
 use clap::Args;
-use xlaunch_proto::v1::{Job, UpdateRequest};
+use xlaunch_proto::v1::{Job, NodeJobState, UpdateRequest};
 use xlaunch_spec::exit::ExitCode;
 
-use super::job_list::{JobResults, job_numbers};
+use super::job_list::{JobResults, JobSelection, call_for_each};
 use super::output::QueryError;
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::text::escape;
@@ -12,9 +12,8 @@ use crate::render::text::escape;
 /// Options of `xlaunch hold` and `xlaunch release`.
 #[derive(Debug, Args)]
 pub(super) struct Update {
-    /// Job numbers, or ranges such as 12-21
-    #[arg(value_name = "JOB", required = true)]
-    jobs: Vec<String>,
+    #[command(flatten)]
+    jobs: JobSelection,
     /// Print the jobs as a JSON list
     #[arg(long)]
     json: bool,
@@ -46,13 +45,15 @@ pub(super) async fn reprioritise(options: Reprioritise) -> Result<ExitCode, Quer
 }
 
 async fn run(options: Update, request: impl Fn(u64) -> UpdateRequest) -> Result<ExitCode, QueryError> {
-    let jobs = job_numbers(&options.jobs)?;
-    let mut daemon = DaemonClient::connect(&options.daemon).await?;
-    let mut results = JobResults::new();
-    for job in jobs {
-        results.add(daemon.update(request(job)).await);
-    }
     let is_held = request(0).held;
+    let applies = |job: &Job| job.state() == NodeJobState::Queued && is_held != Some(job.held);
+    let (daemon, jobs) = options.jobs.find(&options.daemon, applies).await?;
+    let update = |mut daemon: DaemonClient, job| {
+        let request = request(job);
+        async move { daemon.update(request).await }
+    };
+    let mut results = JobResults::new();
+    call_for_each(&daemon, &jobs, update).await.into_iter().for_each(|reply| results.add(reply));
     results.print(options.json, |job| updated(job, is_held))
 }
 
