@@ -98,6 +98,31 @@ fn stopped(signal: Signal, when: &str) -> Refusal {
     Refusal::new(ExitCode::Signal(number), format!("stopped by {name} {when}: the job never began here"))
 }
 
+/// Waits for a SIGINT or SIGTERM and returns it, for a client that has something to say before it ends
+/// ([`die_of`](crate::spawn::sys::die_of)). A signal that was ignored when this process started stays ignored: shells
+/// ignore SIGINT for background commands.
+///
+/// # Errors
+/// System errors.
+pub async fn interrupted() -> std::io::Result<Signal> {
+    let listen = |wanted: Signal| -> std::io::Result<_> {
+        let kind = SignalKind::from_raw(wanted.as_raw());
+        let mut signals = if is_ignored(wanted) { None } else { Some(signal(kind)?) };
+        Ok(async move {
+            match &mut signals {
+                Some(signals) => signals.recv().await,
+                None => std::future::pending().await,
+            };
+            wanted
+        })
+    };
+    let (int, term) = (listen(Signal::INT)?, listen(Signal::TERM)?);
+    Ok(tokio::select! {
+        signal = int => signal,
+        signal = term => signal,
+    })
+}
+
 /// Makes writes beyond the limit on file sizes (`ulimit -f`) fail with an error, which is reported like that of a full
 /// disk. By default, SIGXFSZ ends the process without a message. Programs that this process starts have the default.
 ///

@@ -27,6 +27,8 @@ use super::torchrun::{self, Name, Request, Scope};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::{job, text};
 use xlaunch_agent::resolved_command::{self, Program};
+use xlaunch_host::signals;
+use xlaunch_host::spawn::sys;
 use xlaunch_spec::refusal::Refusal;
 
 /// Maximum size of the environment: the daemon refuses larger ones.
@@ -83,7 +85,7 @@ pub(super) struct Submit {
     /// Print the job as JSON; with --wait, after it has ended
     #[arg(long)]
     json: bool,
-    /// Wait until the job has ended, and exit with its exit code
+    /// Wait until the job has ended, and exit with its exit code. Ctrl-C ends the waiting, not the job
     #[arg(long)]
     wait: bool,
     #[command(flatten)]
@@ -149,7 +151,14 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
     if !options.wait {
         return Ok(ExitCode::Done);
     }
-    let ended = wait(&mut daemon, id, options.json).await?;
+    let ended = tokio::select! {
+        biased;
+        Ok(signal) = signals::interrupted() => {
+            print_note(&format!("job {id} goes on; `xlaunch cancel {id}` ends it"));
+            sys::die_of(signal)
+        }
+        ended = wait(&mut daemon, id, options.json) => ended?,
+    };
     if options.json {
         print(text::json(&json::job(&ended)).as_bytes())?;
     }

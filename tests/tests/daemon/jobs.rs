@@ -53,6 +53,17 @@ fn submit_wait_returns_exit_code_and_report() {
     assert_eq!(wait("sleep 0.2").code, 0);
     let failed = wait("exit 9");
     assert!(failed.code == 9 && failed.reports_exit_code(9), "{}", failed.stderr);
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        let waiting = Process::spawn(&mut node.client(&["submit", "--wait", "--", "sleep", "1000"]));
+        waiting.wait_for_stderr("running");
+        waiting.signal(signal);
+        let waited = waiting.wait();
+        let job: u64 = waited.stdout.trim_start_matches("job ").trim().parse().unwrap();
+        let goes_on = format!("job {job} goes on; `xlaunch cancel {job}` ends it");
+        assert!(waited.code == code && waited.stderr.contains(&goes_on), "{}", waited.stderr);
+        assert_eq!(node.job(job)["state"], "running");
+        assert_eq!(node.run(&["cancel", "--force", &job.to_string()]).code, 0);
+    }
 }
 
 fn changed_name_of_a_job_is_reported() {

@@ -27,9 +27,18 @@ fn held_job_starts_when_it_is_released() {
     assert!(some_ended.code == 2 && some_ended.stderr.contains("job 2 has ended"), "{}", some_ended.stderr);
     assert_eq!(node.json(&["reprioritise", &job_text, "--priority", "-7"])[0]["priority"], -7);
     assert!(node.lines("ran").is_empty() && !node.path().join("ran").exists());
-    assert_eq!(node.run(&["release", &job_text]).stdout, format!("job {job} is released\n"));
+    assert_eq!(node.run(&["release", "--all"]).stdout, format!("job {job} is released\n"));
     node.wait(job, "done");
     assert!(node.path().join("ran").exists());
+    let none = node.run(&["cancel", "--all"]);
+    assert!(none.code == 0 && none.stderr.contains("none of your own jobs"), "{}", none.stderr);
+    let array = node.run(&["submit", "--hold", "--array", "0-98:2", "--", "true"]);
+    assert_eq!(array.stdout, "jobs 3-52\n", "{}", array.stderr);
+    let cancelled = node.run(&["cancel", "--all"]).stdout;
+    let expected = |job: u64| format!("job {job} ");
+    let lines: Vec<&str> = cancelled.lines().collect();
+    let in_order = lines.iter().zip(3..).all(|(line, job)| line.starts_with(&expected(job)));
+    assert!(lines.len() == 50 && in_order, "{cancelled}");
 }
 
 /// Writes `ready`, then writes each signal that it receives to `signals`, and exits with 0 at SIGTERM.

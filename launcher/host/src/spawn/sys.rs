@@ -51,6 +51,18 @@ pub fn exit_at_once(code: u8) -> ! {
     unsafe { libc::_exit(code.into()) }
 }
 
+/// Ends this process by the default action of SIGINT or SIGTERM, whatever handler it has now. Its parent sees the signal:
+/// a shell ends a loop whose command died of Ctrl-C. The caller has flushed its output.
+pub fn die_of(signal: Signal) -> ! {
+    // SAFETY: the first call has no preconditions; with the default action, no handler runs in the second one.
+    unsafe {
+        libc::signal(signal.as_raw(), libc::SIG_DFL);
+        libc::raise(signal.as_raw());
+    }
+    // PID 1 ignores the default action.
+    exit_at_once(u8::try_from(signal.as_raw()).map_or(u8::MAX, |number| number.saturating_add(128)))
+}
+
 /// Sends the process SIGKILL when the thread that starts it dies.
 pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
