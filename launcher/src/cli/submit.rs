@@ -11,7 +11,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::io::IsTerminal;
 use std::os::unix::ffi::OsStringExt;
 
-use clap::Args;
+use clap::{Args, ValueHint};
 use xlaunch_proto::env;
 use xlaunch_proto::json;
 use xlaunch_proto::v1::submit_request::Work;
@@ -91,7 +91,8 @@ pub(super) struct Submit {
     #[command(flatten)]
     daemon: DaemonAddress,
     /// Command line of the launch; starts at the first word that is not one of these options
-    #[arg(value_name = "TARGET", required = true, num_args = 1.., allow_hyphen_values = true)]
+    #[arg(value_name = "TARGET", required = true, num_args = 1.., allow_hyphen_values = true,
+        value_hint = ValueHint::FilePath)]
     target: Vec<OsString>,
 }
 

@@ -85,6 +85,7 @@ fn completions(shell: Shell, command: &Command) -> String {
         Shell::Bash => with_attached_values(&script(launches.arg(target()))),
         // zsh would take a subcommand for an optional target before it.
         Shell::Zsh => with_targets(&script(launches)),
+        Shell::Fish => script(launches.clone().arg(target())) + &without_files(&launches),
         _ => script(launches.arg(target())),
     }
 }
@@ -96,8 +97,21 @@ fn with_attached_values(script: &str) -> String {
     script.replacen(previous, &format!("{previous}{attached}"), 1)
 }
 
+/// Keeps fish from completing files where a subcommand takes none.
+fn without_files(command: &Command) -> String {
+    let takes_no_path = |command: &&Command| {
+        let mut values = command.get_positionals().peekable();
+        values.peek().is_some() && values.all(|value| value.get_value_hint() == ValueHint::Other)
+    };
+    let commands = command.get_subcommands().filter(takes_no_path).map(Command::get_name);
+    let line = |name| format!("complete -c xlaunch -n \"__fish_xlaunch_using_subcommand {name}\" -f\n");
+    commands.map(line).collect()
+}
+
 /// Makes zsh complete files beside subcommands, and flags and files after a word that is not a subcommand.
 fn with_targets(script: &str) -> String {
+    // With two colons, zsh would forget the words before these values, and complete the first one as a command.
+    let script = script.replace("\n'*::", "\n'*:");
     let (arguments, subcommands) =
         ("_arguments \"${_arguments_options[@]}\" : \\\n", "\":: :_xlaunch_commands\"");
     let last = "        esac\n    ;;\nesac\n}\n";
@@ -162,6 +176,25 @@ mod tests {
         assert_eq!(String::from_utf8_lossy(&output.stdout), "cuda cpu\n", "{output:?}");
     }
 
+    /// Runs fish, if it is installed.
+    #[test]
+    fn fish_completes_no_files_for_job_numbers() {
+        let script = completions(Shell::Fish, &command_definition());
+        let dir = tempfile::tempdir().unwrap();
+        fs_err::write(dir.path().join("t.toml"), "").unwrap();
+        for (line, completed) in
+            [("cancel t", ""), ("hold 1 t", ""), ("submit t", "t.toml"), ("cancel --forc", "--force")]
+        {
+            let complete = format!("{script}\ncomplete -C 'xlaunch {line}'");
+            let mut fish = process::Command::new("fish");
+            fish.args(["--no-config", "-c", &complete]).env("HOME", dir.path()).current_dir(dir.path());
+            let Ok(output) = fish.output() else { return };
+            let shown = String::from_utf8_lossy(&output.stdout);
+            let words: Vec<_> = shown.lines().filter_map(|line| line.split('\t').next()).collect();
+            assert_eq!(words.join(" "), completed, "{line}: {output:?}");
+        }
+    }
+
     /// Runs zsh on a terminal of its own, if it is installed.
     #[test]
     fn zsh_completes_subcommands_and_targets() {
@@ -185,6 +218,9 @@ mod tests {
             ("xlaunch serve t", "<xlaunch serve t.toml >"),
             ("xlaunch t.", "<xlaunch t.toml >"),
             ("xlaunch t.toml --overw", "<xlaunch t.toml --overwrite >"),
+            // Not the shell's `trap` and `true`.
+            ("xlaunch submit t", "<xlaunch submit t.toml >"),
+            ("xlaunch cancel 1 tru", "<xlaunch cancel 1 tru>"),
         ] {
             let mut zsh = process::Command::new("zsh");
             zsh.args(["-f", "-c", run]).env("LINE", line).env("ZDOTDIR", dir.path()).env("TERM", "xterm");
