@@ -43,11 +43,18 @@ fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
     // The name of a file may look like a glob.
     match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => {
-            if path.join(SAVED_SPLITS).is_file() {
-                return Err(PrepareError::Usage(format!(
-                    "{argument}: it is a dataset in Arrow, as Python's `datasets` saves it; write the split as Parquet \
-                     with `dataset[\"train\"].to_parquet(FILE)`"
-                )));
+            let is_saved = |names: &[&str]| names.iter().all(|name| path.join(name).is_file());
+            let in_arrow = |what: &str, dataset: &str| {
+                PrepareError::Usage(format!(
+                    "{argument}: it is a dataset in Arrow, as Python's `datasets` saves it; write {what} as Parquet \
+                     with `{dataset}.to_parquet(FILE)`"
+                ))
+            };
+            if is_saved(&SAVED_SPLITS) {
+                return Err(in_arrow("the split", "dataset[\"train\"]"));
+            }
+            if is_saved(&SAVED_DATASET) {
+                return Err(in_arrow("it", "dataset"));
             }
             let mut files = search(path, None, output, argument)?;
             check_splits(path, &files)?;
@@ -100,8 +107,10 @@ fn search(
     }
 }
 
-/// File in a directory that `DatasetDict.save_to_disk` writes.
-const SAVED_SPLITS: &str = "dataset_dict.json";
+/// Files in a directory that `DatasetDict.save_to_disk` writes.
+const SAVED_SPLITS: [&str; 1] = ["dataset_dict.json"];
+/// Files in a directory that `Dataset.save_to_disk` writes.
+const SAVED_DATASET: [&str; 2] = ["dataset_info.json", "state.json"];
 /// Descriptions of a dataset in the directory with its tables.
 const CARDS: [&str; 4] = ["README.md", "LICENSE", "LICENSE.md", "LICENSE.txt"];
 /// Words in the paths of tables that are a dataset's training data.
@@ -238,7 +247,9 @@ mod tests {
             assert_eq!(refusal(&files), None, "{files:?}");
         }
         let saved = ["dataset_dict.json", "train/data-00000-of-00001.arrow", "train/state.json"];
-        assert!(refusal(&saved).unwrap().contains("in Arrow"));
+        assert!(refusal(&saved).unwrap().contains("`dataset[\"train\"].to_parquet(FILE)`"));
+        let saved = ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"];
+        assert!(refusal(&saved).unwrap().contains("write it as Parquet with `dataset.to_parquet(FILE)`"));
     }
 
     /// The cache of Hugging Face's hub has links in `snapshots` to files in `blobs`.
