@@ -73,6 +73,7 @@ impl Sequence {
         // The text of a token may depend on earlier tokens.
         if *echo {
             request.tokens.iter().for_each(|id| drop(decoder.push(*id)));
+            decoder.end_prompt();
         } else {
             decoder.skip(&request.tokens);
         }

@@ -102,6 +102,7 @@ impl Service {
             start
         };
         let starts = ids.iter().map(start).collect();
+        text += &decoder.end_prompt();
         let sent = sent.and_then(|sent| self.echo_sent(ids, sent, &decoder.finish()));
         sent.unwrap_or((text, starts))
     }
@@ -223,9 +224,12 @@ mod tests {
         assert_eq!(service.echo(&ids, Some("a</s>b")), ("a</s>b".into(), vec![0, 0, 1, 5]));
         assert_eq!(service.echo(&ids, None).0, "<s> a</s> b");
         assert_eq!(service.echo(&[257], Some("")), (String::new(), vec![0]));
-        // The generated text begins with the character that another byte could change.
+        // Bytes that are generated after it change no character of it.
         let ids = service.text_prompt("b\u{e9}".into()).unwrap();
         assert_eq!(ids, [257, 263, 0xc3, 0xa9]);
-        assert_eq!(service.echo(&ids, Some("b\u{e9}")), ("b".into(), vec![0, 0, 1, 1]));
+        assert_eq!(service.echo(&ids, Some("b\u{e9}")), ("b\u{e9}".into(), vec![0, 0, 1, 1]));
+        assert_eq!(service.echo(&ids, None).0, "<s> b\u{e9}");
+        // The generated text begins with a character that the prompt begins.
+        assert_eq!(service.echo(&[&ids[..], &[0xe4]].concat(), None).0, "<s> b\u{e9}");
     }
 }

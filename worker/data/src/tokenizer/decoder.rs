@@ -24,7 +24,32 @@ impl Decoder {
     /// only if later ids complete it.
     pub fn skip(&mut self, ids: &[u32]) {
         ids.iter().for_each(|id| drop(self.push(*id)));
+        self.end_prompt();
         self.skipped = self.rest();
+    }
+
+    /// Returns the text of the whole characters in a run of bytes that ends a prompt, so that later ids do not change
+    /// it. The decoder of Hugging Face turns each byte of a run that is not UTF-8 as a whole into U+FFFD, so one byte
+    /// after the prompt would rewrite the prompt's end.
+    pub fn end_prompt(&mut self) -> String {
+        let tokens = &self.tokenizer.inner.tokens;
+        let is_byte = |id: &u32| tokens.fallback.contains(id);
+        let run = self.ids.iter().rev().take_while(|id| is_byte(id)).count();
+        let run = &self.ids[self.ids.len() - run..];
+        let bytes: Vec<u8> = run.iter().filter_map(|id| tokens.get(*id)).flatten().copied().collect();
+        let held = incomplete(&bytes);
+        if held == run.len() {
+            return String::new();
+        }
+        // Another token in place of the run keeps later bytes apart from it, and the space of a word after it.
+        let mut others = self.ids.iter().chain(&tokens.separator).copied();
+        let separator = others.find(|id| !is_byte(id));
+        let held = self.ids.split_off(self.ids.len() - held);
+        let text = self.new_text();
+        self.ids = separator.into_iter().collect();
+        self.returned = self.tokenizer.decode(&self.ids).chars().count();
+        self.ids.extend(held);
+        text
     }
 
     /// Returns the text that this id completes. It is empty while a character is incomplete, and within a run of bytes
@@ -110,7 +135,7 @@ impl Decoder {
 }
 
 /// Returns the number of bytes at the end that start a character without completing it.
-fn incomplete(bytes: &[u8]) -> usize {
+pub(super) fn incomplete(bytes: &[u8]) -> usize {
     let mut end = bytes;
     loop {
         match std::str::from_utf8(end) {

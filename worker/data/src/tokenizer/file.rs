@@ -245,6 +245,8 @@ fn tokens(file: &Map<String, Value>, vocab: &BTreeMap<u32, String>, added: &BTre
         let all = vocab.iter().map(|(id, token)| (*id, token.as_str()));
         let all = all.chain(added.iter().map(|(id, token)| (*id, token.content.as_str())));
         tokens.fallback = all.filter(|(_, token)| fallback_byte(token).is_some()).map(|(id, _)| id).collect();
+        let has_text = |id: &u32| tokens.get(*id).is_some_and(|bytes| !bytes.is_empty());
+        tokens.separator = vocab.keys().copied().find(|id| !tokens.fallback.contains(id) && has_text(id));
     }
     tokens
 }

@@ -94,6 +94,8 @@ struct Tokens {
     special: Vec<u32>,
     /// Ids of bytes whose text depends on their neighbours: in a run that is not UTF-8, each byte becomes one U+FFFD.
     fallback: HashSet<u32>,
+    /// An id with text that is not in `fallback`, if that has any.
+    separator: Option<u32>,
     /// True if the text of ids is the concatenation of their bytes.
     concatenate: bool,
 }

@@ -1,5 +1,6 @@
 use serde_json::{Value, json};
 
+use super::decoder::incomplete;
 use super::*;
 
 #[test]
@@ -170,6 +171,51 @@ fn character_that_a_prompt_begins_is_text_if_new_ids_complete_it() {
 }
 
 #[test]
+fn bytes_after_a_prompt_do_not_rewrite_it() {
+    let vocab: serde_json::Map<String, Value> = ["\u{2581}", "\u{2581}b"]
+        .map(str::to_owned)
+        .into_iter()
+        .chain((0..=u8::MAX).map(|byte| format!("<0x{byte:02X}>")))
+        .enumerate()
+        .map(|(id, token)| (token, id.into()))
+        .collect();
+    let json = json!({
+        "model": {"type": "BPE", "byte_fallback": true, "vocab": vocab, "merges": []},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+    });
+    let tokenizer = Tokenizer::from_json(json.to_string().as_bytes()).unwrap();
+    let ids = |bytes: &[u8]| bytes.iter().map(|byte| u32::from(*byte) + 2).collect::<Vec<u32>>();
+    let after = |prompt: &[u32], new: &[u32]| {
+        let mut decoder = tokenizer.decoder();
+        decoder.skip(prompt);
+        let texts: Vec<String> = new.iter().map(|id| decoder.push(*id)).collect();
+        texts.concat() + &decoder.finish()
+    };
+    for start in [&[][..], &[0], &[1]] {
+        let prompt = [start, &ids("\u{e9}\u{4e16}\u{1f600}".as_bytes())].concat();
+        assert_eq!(
+            after(&prompt, &[&ids(&[0x82, 0x9c])[..], &[1]].concat()),
+            "\u{fffd}\u{fffd} b",
+            "{start:?}"
+        );
+        assert_eq!(after(&prompt, &[&ids("\u{e9}".as_bytes())[..], &[1]].concat()), "\u{e9} b", "{start:?}");
+        assert_eq!(after(&prompt, &[1]), " b", "{start:?}");
+        // A character that the prompt begins.
+        let prompt = [&prompt[..], &ids(&[0xe4, 0xb8])].concat();
+        assert_eq!(after(&prompt, &[&ids(&[0x96])[..], &[1]].concat()), "\u{4e16} b", "{start:?}");
+        assert_eq!(after(&prompt, &ids(&[0xff])), "\u{fffd}", "{start:?}");
+        assert_eq!(after(&prompt, &[1]), " b", "{start:?}");
+    }
+    let mut decoder = tokenizer.decoder();
+    let mut text: String = ids("\u{e9}\u{4e16}".as_bytes()).iter().map(|id| decoder.push(*id)).collect();
+    text += &decoder.end_prompt();
+    assert_eq!((text.as_str(), decoder.finish().as_str()), ("\u{e9}\u{4e16}", ""));
+}
+
+#[test]
 fn texts_of_decoders_are_those_of_all_ids() {
     let back = json!({"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "});
     let (bytes, fuse) = (json!({"type": "ByteFallback"}), json!({"type": "Fuse"}));
@@ -203,8 +249,24 @@ fn texts_of_decoders_are_those_of_all_ids() {
             let mut decoder = tokenizer.decoder();
             decoder.skip(prompt);
             let parts: String = rest.iter().map(|id| decoder.push(*id)).collect();
-            let before = tokenizer.decode(prompt);
-            let common = whole.chars().zip(before.chars()).take_while(|(a, b)| a == b).count();
+            // The text of the prompt is settled, except for a character that it begins.
+            let known = |ids: &[u32]| ids.iter().copied().filter(|id| (*id as usize) < count - 1).collect();
+            let (mut prompt, rest): (Vec<u32>, Vec<u32>) = (known(prompt), known(rest));
+            let run = prompt.iter().rev().take_while(|id| **id as usize >= words.len()).count();
+            let bytes: Vec<u8> = prompt[prompt.len() - run..]
+                .iter()
+                .map(|id| u8::from_str_radix(&runs[*id as usize - words.len()][3..5], 16).unwrap())
+                .collect();
+            let held = prompt.split_off(prompt.len() - incomplete(&bytes));
+            // Texts after other text.
+            let before = if prompt.is_empty() { &[][..] } else { &[2] };
+            let after = |ids: &[u32]| {
+                let text = tokenizer.decode(&[before, ids].concat());
+                text.chars().skip(before.len()).collect::<String>()
+            };
+            let whole = after(&[held.as_slice(), &rest].concat());
+            let held = after(&held);
+            let common = whole.chars().zip(held.chars()).take_while(|(a, b)| a == b).count();
             assert_eq!(parts + &decoder.finish(), whole.chars().skip(common).collect::<String>(), "{ids:?}");
         }
     }
