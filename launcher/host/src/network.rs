@@ -132,7 +132,11 @@ pub async fn to_listen(endpoint_host: &str) -> Result<Vec<IpAddr>, AddressError>
     if addresses.is_empty() { Err(AddressError::OnlyLoopback) } else { Ok(addresses) }
 }
 
-async fn resolve(host: &str) -> io::Result<Vec<IpAddr>> {
+/// Returns the addresses to which a name resolves within [`RESOLVE_TIMEOUT`].
+///
+/// # Errors
+/// Fails if the name cannot be resolved.
+pub async fn resolve(host: &str) -> io::Result<Vec<IpAddr>> {
     let found = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host((host, 0))).await;
     let found = found.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))?;
     Ok(found.map(|address| address.ip().to_canonical()).collect())

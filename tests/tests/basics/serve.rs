@@ -293,9 +293,11 @@ fn clients_need_the_token_and_a_loopback_host() {
         std::fs::set_permissions(job.path().join(name), mode).unwrap();
         refused(&["--listen", "0.0.0.0:0", "--token-file", name], part);
     }
-    refused(&["--listen", "localhost"], "--listen");
+    for name in ["localhost", ":8000", "8000"] {
+        refused(&["--listen", name], "expected HOST:PORT, such as 127.0.0.1:8000");
+    }
 
-    let open = serve(&job);
+    let open = Served::spawn(&mut job.command(&[&ARGS[..4], &["--listen", "localhost:0"]].concat()));
     for (host, status) in [("localhost", 200), ("127.0.0.1:80", 200), ("evil.example", 403)] {
         assert_eq!(
             open.request("GET", "/v1/models", &format!("Host: {host}\r\n"), "").status,
