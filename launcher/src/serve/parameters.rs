@@ -83,6 +83,13 @@ impl Parameters {
         self.read(name, expected, |value| value.as_f64().filter(|number| is_valid(*number)))
     }
 
+    /// Reads the number of tokens to draw from. 0 and -1 mean all, as clients of vLLM and of transformers write it.
+    pub(super) fn top_k(&mut self) -> Result<Option<usize>> {
+        let convert =
+            |value: &Value| if value == -1 { Some(0) } else { usize::try_from(value.as_u64()?).ok() };
+        self.read("top_k", "a whole number of at least 1, or 0 or -1 for all tokens", convert)
+    }
+
     /// Reads any 64-bit number.
     pub(super) fn seed(&mut self) -> Result<Option<u64>> {
         let convert = |value: &Value| value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
@@ -104,7 +111,7 @@ impl Parameters {
     /// Checks that no parameter remains that would change the result. `samples` is the number of texts per prompt.
     pub(super) fn finish(self, samples: usize) -> Result<()> {
         // Parameters that are not supported, with the values that ask for nothing.
-        let neutral: [(&str, &[Value]); 18] = [
+        let neutral: [(&str, &[Value]); 19] = [
             ("add_generation_prompt", &[json!(true)]),
             ("best_of", &[json!(samples)]),
             ("chat_template_kwargs", &[json!({})]),
@@ -113,6 +120,7 @@ impl Parameters {
             ("function_call", &[json!("none")]),
             ("functions", &[json!([])]),
             ("ignore_eos", &[json!(false)]),
+            ("include_obfuscation", &[json!(false)]),
             ("logit_bias", &[json!({})]),
             ("min_p", &[json!(0), json!(0.0)]),
             ("min_tokens", &[json!(0)]),
@@ -162,6 +170,7 @@ mod tests {
             "user": "me", "logit_bias": {}, "frequency_penalty": 0, "best_of": 2, "tools": null, "suffix": null,
             "response_format": {"type": "text"}, "presence_penalty": 0.0, "metadata": {"a": 1},
             "repetition_penalty": 1.0, "min_p": 0, "min_tokens": 0, "chat_template_kwargs": {},
+            "include_obfuscation": false,
         });
         assert_eq!(parameters(&harmless).finish(2), Ok(()));
         for (name, value) in [
@@ -172,6 +181,7 @@ mod tests {
             ("tools", json!([{"type": "function"}])),
             ("guided_json", json!({})),
             ("min_p", json!(0.1)),
+            ("include_obfuscation", json!(true)),
             ("repetition_penalty", json!(1.1)),
         ] {
             let error = parameters(&json!({ name: value })).finish(2).unwrap_err();
@@ -197,5 +207,10 @@ mod tests {
         assert!(Parameters::new(b"[1]").unwrap_err().message.contains("expected a JSON object"));
         assert!(Parameters::new(b"{\"a\": ").is_err());
         assert_eq!(parameters(&json!({"seed": -1})).seed(), Ok(Some(u64::MAX)));
+        let top_k = |value: Value| parameters(&json!({ "top_k": value })).top_k();
+        assert_eq!([-1, 0, 1].map(|count| top_k(json!(count)).unwrap()), [0, 0, 1].map(Some));
+        for wrong in [json!(-2), json!(1.5), json!("1")] {
+            assert!(top_k(wrong).unwrap_err().message.contains("or 0 or -1 for all tokens"));
+        }
     }
 }

@@ -92,9 +92,8 @@ impl TextRequest {
         }
         let temperature =
             parameters.number("temperature", "a number of at least 0", |it| it.is_finite() && it >= 0.0)?;
-        let top_p = parameters.number("top_p", "a number above 0, at most 1", |it| it > 0.0 && it <= 1.0)?;
-        let sampling =
-            SamplingOverrides { temperature, top_k: parameters.count("top_k", 1, usize::MAX)?, top_p };
+        let top_p = parameters.number("top_p", "a number from 0 to 1", |it| (0.0..=1.0).contains(&it))?;
+        let sampling = SamplingOverrides { temperature, top_k: parameters.top_k()?, top_p };
         let (stream, include_usage) = (parameters.flag("stream")?, include_usage(&mut parameters)?);
         let request = Self {
             endpoint,
@@ -223,12 +222,14 @@ mod tests {
         assert_eq!((request.top_logprobs, request.echo, request.stream), (None, false, false));
         let request = completion(&json!({
             "prompt": "a", "max_tokens": 0, "logprobs": 1, "echo": true, "stop": "x", "seed": 3, "temperature": 0,
-            "stream": true, "stream_options": {"include_usage": true}, "model": "m",
+            "stream": true, "stream_options": {"include_usage": true, "include_obfuscation": false}, "model": "m",
+            "top_p": 0, "top_k": -1,
         }));
         let request = request.unwrap();
         assert_eq!((request.max_tokens, request.is_exact, request.top_logprobs), (Some(0), true, Some(1)));
         assert_eq!((request.stop, request.seed, request.include_usage), (vec!["x".into()], Some(3), true));
-        assert_eq!(request.sampling.temperature, Some(0.0));
+        let SamplingOverrides { temperature, top_k, top_p } = request.sampling;
+        assert_eq!((temperature, top_k, top_p), (Some(0.0), Some(0), Some(0.0)));
         let unknown = completion(&json!({"prompt": "a", "stream_options": {"x": 1}})).unwrap_err();
         assert_eq!(unknown.param.as_deref(), Some("x"));
         let wrong = completion(&json!({"prompt": "a", "stream_options": true})).unwrap_err();

@@ -12,14 +12,14 @@ pub struct Sampling {
     pub temperature: f64,
     /// Number of tokens to draw from.
     pub top_k: Option<usize>,
-    /// Share of the probability to draw from, above 0; 1 means all of it.
+    /// Share of the probability to draw from; 1 means all of it, 0 the most likely token.
     pub top_p: f64,
 }
 
 impl Sampling {
     /// Returns whether the most likely token is taken without drawing.
     pub fn is_greedy(&self) -> bool {
-        self.temperature == 0.0 || self.top_k == Some(1)
+        self.temperature == 0.0 || self.top_k == Some(1) || self.top_p == 0.0
     }
 }
 
@@ -104,6 +104,12 @@ mod tests {
         let close =
             shares.iter().zip(expected).all(|(a, b)| (a - b).abs() < 0.015 && (*b > 0.0 || *a == 0.0));
         assert!(close, "{sampling:?}: {shares:?} instead of {expected:?}");
+    }
+
+    #[test]
+    fn smallest_share_is_the_most_likely_token() {
+        let greedy = [0.0, 1.0].map(|top_p| Sampling { top_p, ..PLAIN }.is_greedy());
+        assert_eq!(greedy, [true, false]);
     }
 
     #[test]

@@ -33,6 +33,7 @@ pub enum Prompt {
 #[expect(missing_docs, reason = "see `Sampling`")]
 pub struct SamplingOverrides {
     pub temperature: Option<f64>,
+    /// 0 draws from all tokens.
     pub top_k: Option<usize>,
     pub top_p: Option<f64>,
 }
@@ -154,7 +155,12 @@ impl Settings {
     /// Without `do_sample`, or without the file, decoding is greedy, as in `transformers`.
     pub fn sampling(&self, user: SamplingOverrides) -> Sampling {
         let SamplingOverrides { temperature, top_k, top_p } = user;
-        let plain = Sampling { temperature: temperature.unwrap_or(1.0), top_k, top_p: top_p.unwrap_or(1.0) };
+        let limit = |top_k: Option<usize>| top_k.filter(|count| *count > 0);
+        let plain = Sampling {
+            temperature: temperature.unwrap_or(1.0),
+            top_k: limit(top_k),
+            top_p: top_p.unwrap_or(1.0),
+        };
         let Some(config) = self.generation_config() else { return plain };
         if config.get("do_sample").and_then(Value::as_bool) != Some(true) {
             let any = user != SamplingOverrides::default();
@@ -163,10 +169,10 @@ impl Settings {
         let valid = |key: &str| config.get(key).filter(|value| is_valid(key, value));
         let number = |key: &str| valid(key).and_then(Value::as_f64);
         let count = valid("top_k").map_or(Some(DEFAULT_TOP_K as u64), Value::as_u64);
-        let count = count.and_then(|count| usize::try_from(count).ok()).filter(|count| *count > 0);
+        let count = count.and_then(|count| usize::try_from(count).ok());
         Sampling {
             temperature: temperature.or(number("temperature")).unwrap_or(1.0),
-            top_k: top_k.or(count),
+            top_k: limit(top_k.or(count)),
             top_p: top_p.or(number("top_p")).unwrap_or(1.0),
         }
     }
@@ -401,6 +407,10 @@ mod tests {
         }
         let samples = settings(json!({"do_sample": true, "temperature": 0.7, "top_k": -1}), false);
         assert_eq!(samples.sampling(none), Sampling { temperature: 0.7, top_k: Some(50), top_p: 1.0 });
+        let all = SamplingOverrides { top_k: Some(0), ..none };
+        for settings in [&samples, &settings(json!({}), true)] {
+            assert_eq!(settings.sampling(all).top_k, None);
+        }
         for (config, expected) in [
             (json!({}), 128),
             (json!({"max_length": 20}), 15),
