@@ -50,7 +50,9 @@ impl Plan {
             };
             let tokens = match input {
                 Input::Text(text) => service.text_prompt(text.clone()),
-                Input::Chat(messages) => service.chat_prompt(messages.clone()),
+                Input::Chat { messages, variables } => {
+                    service.chat_prompt(messages.clone(), variables.clone())
+                }
                 Input::Ids(ids) => Ok(ids.clone()),
             };
             // A tokenizer may have added tokens that its model does not know.

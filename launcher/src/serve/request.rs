@@ -21,6 +21,12 @@ const MAX_STOP_BYTES: usize = 1000;
 /// Number of tokens per text of a completion that does not say it; OpenAI's default.
 const DEFAULT_MAX_TOKENS: usize = 16;
 
+/// Parameter with further variables of the chat template.
+const TEMPLATE_VARIABLES: &str = "chat_template_kwargs";
+/// Variables of the chat template, and options of its rendering, that requests cannot set.
+const SERVER_VARIABLES: [&str; 6] =
+    ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"];
+
 /// Which of the two endpoints a request was sent to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Endpoint {
@@ -33,8 +39,11 @@ pub(super) enum Endpoint {
 pub(super) enum Input {
     Text(String),
     Ids(Vec<u32>),
-    /// A list of messages.
-    Chat(chat::Value),
+    /// A list of messages, and further variables of the chat template by name.
+    Chat {
+        messages: chat::Value,
+        variables: chat::Value,
+    },
 }
 
 /// A request for text.
@@ -73,8 +82,8 @@ impl TextRequest {
                 (inputs, top_logprobs, parameters.flag("echo")?)
             }
             Endpoint::Chat => {
-                let messages = messages(&mut parameters, body)?;
-                (vec![Input::Chat(messages)], chat_logprobs(&mut parameters)?, false)
+                let chat = chat_input(&mut parameters, body)?;
+                (vec![chat], chat_logprobs(&mut parameters)?, false)
             }
         };
         let samples = parameters.count("n", 1, MAX_TEXTS_PER_PROMPT)?.unwrap_or(1);
@@ -143,21 +152,40 @@ fn prompts(value: Option<Value>) -> Result<Vec<Input>> {
     Ok(inputs)
 }
 
-/// Reads `messages`, which the chat template's own code checks.
-fn messages(parameters: &mut Parameters, body: &[u8]) -> Result<chat::Value> {
+/// Reads `messages`, which the chat template's own code checks, and `chat_template_kwargs`.
+fn chat_input(parameters: &mut Parameters, body: &[u8]) -> Result<Input> {
     /// Read from the body itself, as `Parameters` does not keep the order of keys.
     #[derive(Deserialize)]
     struct Body {
         messages: chat::Value,
+        #[serde(default)]
+        chat_template_kwargs: chat::Value,
     }
     let failed = |reason: &str| ApiError::parameter("messages", reason);
+    template_variables(parameters.take(TEMPLATE_VARIABLES))?;
     match parameters.take("messages") {
         Some(Value::Array(list)) if list.is_empty() => Err(failed("`messages` is empty")),
         Some(Value::Array(_)) => match serde_json::from_slice(body) {
-            Ok(Body { messages }) => Ok(messages),
+            Ok(Body { messages, chat_template_kwargs: variables }) => Ok(Input::Chat { messages, variables }),
             Err(error) => Err(failed(&format!("`messages` is not valid: {error}"))),
         },
         _ => Err(failed("`messages` is missing, or not a list")),
+    }
+}
+
+/// Checks the variables of the chat template that a request sets.
+fn template_variables(value: Option<Value>) -> Result<()> {
+    let failed = |reason: String| ApiError::parameter(TEMPLATE_VARIABLES, reason);
+    let variables = match value {
+        None => return Ok(()),
+        Some(Value::Object(variables)) => variables,
+        Some(_) => return Err(failed(format!("`{TEMPLATE_VARIABLES}` is not an object"))),
+    };
+    match variables.keys().find(|name| SERVER_VARIABLES.contains(&name.as_str())) {
+        None => Ok(()),
+        Some(name) => {
+            Err(failed(format!("`{TEMPLATE_VARIABLES}.{name}` is set by the server; leave it out")))
+        }
     }
 }
 
@@ -243,7 +271,9 @@ mod tests {
             r#"[{"role":"user","content":[{"type":"text","text":"a"},{"text":"b","type":"text"}]}]"#;
         let body = format!(r#"{{"messages": {messages}, "logprobs": true, "max_completion_tokens": 3}}"#);
         let request = TextRequest::parse(Endpoint::Chat, body.as_bytes()).unwrap();
-        let [Input::Chat(found)] = &request.inputs[..] else { panic!("{:?}", request.inputs) };
+        let [Input::Chat { messages: found, .. }] = &request.inputs[..] else {
+            panic!("{:?}", request.inputs)
+        };
         assert_eq!(serde_json::to_string(found).unwrap(), messages);
         assert_eq!((request.top_logprobs, request.max_tokens, request.is_exact), (Some(0), Some(3), true));
         for (messages, why) in [(json!([]), "empty"), (json!("hi"), "not a list")] {
@@ -254,5 +284,27 @@ mod tests {
         assert_eq!(lonely.unwrap_err().param.as_deref(), Some("top_logprobs"));
         let prompt = chat(&json!({"messages": [{"role": "user", "content": "a"}], "prompt": "b"}));
         assert_eq!(prompt.unwrap_err().param.as_deref(), Some("prompt"));
+    }
+
+    #[test]
+    fn variables_of_the_template_are_an_object_of_names_that_the_server_does_not_set() {
+        let asked = |variables: &Value| {
+            chat(&json!({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": variables}))
+        };
+        let request = asked(&json!({"enable_thinking": false})).unwrap();
+        let [Input::Chat { variables, .. }] = &request.inputs[..] else { panic!("{:?}", request.inputs) };
+        assert_eq!(serde_json::to_value(variables).unwrap(), json!({"enable_thinking": false}));
+        assert!(asked(&Value::Null).is_ok() && asked(&json!({})).is_ok());
+        for (wrong, why) in [
+            (json!({"messages": []}), "`chat_template_kwargs.messages` is set by the server"),
+            (json!({"a": 1, "add_generation_prompt": false}), "add_generation_prompt` is set by the server"),
+            (json!([1]), "not an object"),
+        ] {
+            let error = asked(&wrong).unwrap_err();
+            assert_eq!(error.param.as_deref(), Some("chat_template_kwargs"));
+            assert!(error.message.contains(why), "{}", error.message);
+        }
+        let completion = completion(&json!({"prompt": "a", "chat_template_kwargs": {"a": 1}})).unwrap_err();
+        assert_eq!(completion.param.as_deref(), Some("chat_template_kwargs"));
     }
 }

@@ -24,8 +24,9 @@ const DEFAULT_MAX_TOKENS: usize = 128;
 pub enum Prompt {
     /// Plain text.
     Text(String),
-    /// A list of messages, which the model's chat template turns into a text.
-    Chat(chat::Value),
+    /// A list of messages, which the model's chat template turns into a text, with further variables of the template
+    /// by name, or none.
+    Chat { messages: chat::Value, variables: chat::Value },
 }
 
 /// Sampling settings of a user, which take precedence over those of the model.
@@ -91,8 +92,9 @@ impl Settings {
             Prompt::Text(text) if self.raw => self.tokenizer.encode(text).map_err(failed)?,
             Prompt::Text(text) => self.tokenizer.encode_prompt(text, true).map_err(failed)?,
             // The template writes the beginning of the sequence itself.
-            Prompt::Chat(messages) => {
-                self.tokenizer.encode_prompt(&self.chat(messages)?, false).map_err(failed)?
+            Prompt::Chat { messages, variables } => {
+                let text = self.chat(messages, variables)?;
+                self.tokenizer.encode_prompt(&text, false).map_err(failed)?
             }
         };
         if tokens.is_empty() { Ok(vec![self.first_id().map_err(failed)?]) } else { Ok(tokens) }
@@ -111,9 +113,9 @@ impl Settings {
     }
 
     /// Renders a chat with the model's own template, up to the point where the model answers.
-    fn chat(&self, messages: &chat::Value) -> Result<String, String> {
+    fn chat(&self, messages: &chat::Value, variables: &chat::Value) -> Result<String, String> {
         let template = self.template.get_or_init(|| self.chat_template());
-        template.as_ref().map_err(Clone::clone)?.render_prompt(messages)
+        template.as_ref().map_err(Clone::clone)?.render_prompt(messages, variables)
     }
 
     fn chat_template(&self) -> Result<Template, String> {

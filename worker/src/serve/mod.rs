@@ -76,9 +76,10 @@ impl Service {
         self.settings.tokens(&Prompt::Text(text))
     }
 
-    /// Returns the ids of a chat, up to the point where the model answers. An error is the reason.
-    pub fn chat_prompt(&self, messages: chat::Value) -> Result<Vec<u32>, String> {
-        self.settings.tokens(&Prompt::Chat(messages))
+    /// Returns the ids of a chat, up to the point where the model answers. `variables` are further ones of the chat
+    /// template by name, or none. An error is the reason.
+    pub fn chat_prompt(&self, messages: chat::Value, variables: chat::Value) -> Result<Vec<u32>, String> {
+        self.settings.tokens(&Prompt::Chat { messages, variables })
     }
 
     /// Returns the settings of a request, with the defaults of `xlaunch generate`.

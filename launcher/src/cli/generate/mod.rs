@@ -215,12 +215,13 @@ pub(super) async fn until_interrupted<T: Send + 'static>(
 }
 
 /// The prompt for the model: a chat if it has messages or `--chat` is given.
-fn input(prompt: &Prompt, chat: bool) -> generate::Prompt {
-    match (&prompt.messages, chat) {
-        (Some(messages), _) => generate::Prompt::Chat(messages.clone()),
+fn input(prompt: &Prompt, is_chat: bool) -> generate::Prompt {
+    let chat = |messages| generate::Prompt::Chat { messages, variables: chat::Value::default() };
+    match (&prompt.messages, is_chat) {
+        (Some(messages), _) => chat(messages.clone()),
         (None, true) => {
             let message = chat::Value::from_pairs([("role", "user"), ("content", prompt.prompt.as_str())]);
-            generate::Prompt::Chat(vec![message].into())
+            chat(vec![message].into())
         }
         (None, false) => generate::Prompt::Text(prompt.prompt.clone()),
     }

@@ -131,14 +131,15 @@ mod tests {
         let template = Template::new(template, []).unwrap();
         let chat = |content: &dyn Fn(&str) -> Json| {
             let message = |role: &&str| json!({"role": role, "content": content(&format!(" {role}'s <é> "))});
-            template.render_prompt(&Value::from(Serde(roles.iter().map(message).collect::<Json>())))
+            let messages = Value::from(Serde(roles.iter().map(message).collect::<Json>()));
+            template.render_prompt(&messages, &Value::default())
         };
         [chat(&|text| json!(text)), chat(&|text| json!([{"type": "text", "text": text}]))]
     }
 
     fn parts(template: &str, content: &Json) -> Result<String, String> {
         let messages = Value::from(Serde(json!([{"role": "user", "content": content}])));
-        Template::new(template, []).unwrap().render_prompt(&messages)
+        Template::new(template, []).unwrap().render_prompt(&messages, &Value::default())
     }
 
     const STRINGS: &str = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}";

@@ -160,15 +160,22 @@ impl Template {
     }
 
     /// Renders a chat of `messages`, a list of objects with `role` and `content`, up to the point where the model
-    /// answers.
+    /// answers. `variables` are further ones by name, or none.
     ///
     /// # Errors
-    /// The reason, if these are not messages, or the template rejects them.
-    pub fn render_prompt(&self, messages: &Value) -> Result<String, String> {
+    /// The reason, if these are not messages, a variable has the name of a special token or a function, or the template
+    /// rejects them.
+    pub fn render_prompt(&self, messages: &Value, variables: &Value) -> Result<String, String> {
+        let is_own = |name: &str| {
+            self.tokens.contains_key(name) || self.environment.globals().any(|(global, _)| global == name)
+        };
+        let names: Vec<Value> = variables.try_iter().into_iter().flatten().collect();
+        if let Some(name) = names.iter().filter_map(Value::as_str).find(|name| is_own(name)) {
+            return Err(format!("the variable `{name}` of the chat template is the model's own"));
+        }
         let messages = self.adapted(&row::messages(messages, "messages")?)?;
-        let none = Value::from(());
-        let text = self.render(&Value::from(messages.clone()), &none, true)?;
-        self.check_complete(&messages, &none, true, &text).map_err(|left_out| left_out.to_string())?;
+        let text = self.render(&Value::from(messages.clone()), variables, true)?;
+        self.check_complete(&messages, variables, true, &text).map_err(|left_out| left_out.to_string())?;
         Ok(text)
     }
 
@@ -416,7 +423,7 @@ mod tests {
                 .unwrap();
         let template = Template::new("{{ messages[0].call }} {{ messages[0] | tojson }}", tokens()).unwrap();
         assert_eq!(
-            template.render_prompt(&messages).unwrap(),
+            template.render_prompt(&messages, &Value::from(())).unwrap(),
             r#"{'to': 'b', 'in': 1} {"role": "user", "content": "a", "call": {"to": "b", "in": 1}}"#
         );
     }
@@ -426,7 +433,24 @@ mod tests {
         let messages =
             serde_json::from_str(r#"[{"role": "assistant", "content": "a", "train": false}]"#).unwrap();
         let template = Template::new("{{ messages[0].content }}", tokens()).unwrap();
-        assert_eq!(template.render_prompt(&messages).unwrap(), "a");
+        assert_eq!(template.render_prompt(&messages, &Value::from(())).unwrap(), "a");
+    }
+
+    #[test]
+    fn prompts_have_further_variables_except_names_of_tokens_and_functions() {
+        let messages = serde_json::from_str(r#"[{"role": "user", "content": "a"}]"#).unwrap();
+        let template = "{{ messages[0].content }}{{ eos_token }}\
+                        {% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}";
+        let template = Template::new(template, tokens()).unwrap();
+        let render = |variables: Value| template.render_prompt(&messages, &variables);
+        for none in [Value::from(()), Value::default()] {
+            assert_eq!(render(none).unwrap(), "a</s>");
+        }
+        assert_eq!(render(context! { enable_thinking => false }).unwrap(), "a</s><think></think>");
+        assert_eq!(render(context! { enable_thinking => true, other => 1 }).unwrap(), "a</s>");
+        for refused in [context! { eos_token => "x" }, context! { raise_exception => 1 }] {
+            assert!(render(refused).unwrap_err().ends_with("of the chat template is the model's own"));
+        }
     }
 
     #[test]
@@ -436,7 +460,9 @@ mod tests {
                 {"role": "tool", "content": "c"}]"#,
         )
         .unwrap();
-        let prompt = |template: &str| Template::new(template, tokens()).unwrap().render_prompt(&messages);
+        let none = Value::from(());
+        let prompt =
+            |template: &str| Template::new(template, tokens()).unwrap().render_prompt(&messages, &none);
         let error = prompt("{% for m in messages %}{{ m.content }}{% endfor %}").unwrap_err();
         assert_eq!(error, "the chat template writes nothing of `messages[1].tool_calls`");
         let template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | length }}{% endfor %}";
