@@ -91,9 +91,9 @@ pub enum Command {
 /// Number of changes to jobs that each user can have at the manager at a time.
 const MAX_CHANGES: u32 = 64;
 
-/// Limits each user to one command at the manager at a time, or to [`MAX_CHANGES`], which the manager writes to the disk
-/// together. The manager's queue is first come, first served, so otherwise many calls of one user would delay those of
-/// all others.
+/// Limits each user to one command at the manager at a time, or to [`MAX_CHANGES`], which the manager writes to the
+/// disk together. The manager's queue is first come, first served, so otherwise many calls of one user would delay
+/// those of all others.
 #[derive(Clone, Debug, Default)]
 struct Turns(Arc<Mutex<HashMap<u32, Weak<Semaphore>>>>);
 

@@ -162,7 +162,9 @@ mod tests {
             "Name:\tx\nSigBlk:\tffffffffffffffff\nSigIgn:\t0000000000001001\nSigCgt:\t0000000000000002\n";
         let ignored = |signal| has_signal(status, "SigIgn:", signal);
         assert!(ignored(Signal::HUP) && ignored(Signal::PIPE) && !ignored(Signal::INT));
-        assert!(has_signal(status, "SigCgt:", Signal::INT) && !has_signal("Name:\tx\n", "SigIgn:", Signal::HUP));
+        assert!(
+            has_signal(status, "SigCgt:", Signal::INT) && !has_signal("Name:\tx\n", "SigIgn:", Signal::HUP)
+        );
     }
 
     #[test]

@@ -177,4 +177,3 @@ pub fn is_ignored(signal: Signal) -> bool {
     // Without /proc, no job begins.
     has_signal(&fs_err::read_to_string("/proc/self/status").unwrap_or_default(), "SigIgn:", signal)
 }
-

@@ -31,8 +31,8 @@ pub(super) struct JobSelection {
 }
 
 impl JobSelection {
-    /// Connects to the daemon, and returns the numbers of the jobs. `applies` selects those that `--all` names among jobs
-    /// that have not ended.
+    /// Connects to the daemon, and returns the numbers of the jobs. `applies` selects those that `--all` names among
+    /// jobs that have not ended.
     ///
     /// # Errors
     /// A word is not a job or a range, or the daemon does not answer.

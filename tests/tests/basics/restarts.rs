@@ -104,7 +104,8 @@ fn restarts_used_up_by_outside_kills_are_retryable() {
 
 fn command_gets_all_of_its_restarts_however_soon_it_fails() {
     let launch = Launch::new();
-    let script = "test $RANK = 0 && exec sleep 100; [ $TORCHELASTIC_RESTART_COUNT = 5 ] || kill -9 $$; kill $PPID";
+    let script =
+        "test $RANK = 0 && exec sleep 100; [ $TORCHELASTIC_RESTART_COUNT = 5 ] || kill -9 $$; kill $PPID";
     let run = launch.run_shell(&["--max-restarts", "5"], 2, script);
     assert_eq!((run.code, restarts(&run.stderr).len()), (143, 5), "{}", run.stderr);
 }

@@ -51,8 +51,8 @@ pub fn exit_at_once(code: u8) -> ! {
     unsafe { libc::_exit(code.into()) }
 }
 
-/// Ends this process by the default action of SIGINT or SIGTERM, whatever handler it has now. Its parent sees the signal:
-/// a shell ends a loop whose command died of Ctrl-C. The caller has flushed its output.
+/// Ends this process by the default action of SIGINT or SIGTERM, whatever handler it has now. Its parent sees the
+/// signal: a shell ends a loop whose command died of Ctrl-C. The caller has flushed its output.
 pub fn die_of(signal: Signal) -> ! {
     // SAFETY: the first call has no preconditions; with the default action, no handler runs in the second one.
     unsafe {

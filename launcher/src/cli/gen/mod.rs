@@ -110,8 +110,16 @@ fn without_files(command: &Command) -> String {
 
 /// Makes zsh complete files beside subcommands, and flags and files after a word that is not a subcommand.
 fn with_targets(script: &str) -> String {
-    // With two colons, zsh would forget the words before these values, and complete the first one as a command.
-    let script = script.replace("\n'*::", "\n'*:");
+    // With two colons, zsh would forget the words before these values, and complete the first one as a command. With an
+    // empty action, it would not insert the flag that a word begins.
+    let script: Vec<String> = script
+        .lines()
+        .map(|line| match line.strip_prefix("'*::") {
+            Some(values) => format!("'*:{}", values.replace(":' \\", ":( )' \\")),
+            None => line.into(),
+        })
+        .collect();
+    let script = script.join("\n") + "\n";
     let (arguments, subcommands) =
         ("_arguments \"${_arguments_options[@]}\" : \\\n", "\":: :_xlaunch_commands\"");
     let last = "        esac\n    ;;\nesac\n}\n";
@@ -221,6 +229,7 @@ mod tests {
             // Not the shell's `trap` and `true`.
             ("xlaunch submit t", "<xlaunch submit t.toml >"),
             ("xlaunch cancel 1 tru", "<xlaunch cancel 1 tru>"),
+            ("xlaunch cancel 1 --forc", "<xlaunch cancel 1 --force >"),
         ] {
             let mut zsh = process::Command::new("zsh");
             zsh.args(["-f", "-c", run]).env("LINE", line).env("ZDOTDIR", dir.path()).env("TERM", "xterm");

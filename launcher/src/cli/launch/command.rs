@@ -62,7 +62,8 @@ fn keep_redirected(logs: &mut LogOptions) -> Result<(), Refusal> {
     }
     let made = tempfile::Builder::new().prefix("xlaunch-logs-").tempdir();
     let dir = made.map_err(|error| {
-        let message = format!("failed to create a directory for the logs: {error}; choose one with --log-dir");
+        let message =
+            format!("failed to create a directory for the logs: {error}; choose one with --log-dir");
         Refusal::new(ExitCode::Usage, message)
     })?;
     notify(&format!("logs in {}", dir.path().display()));

@@ -122,13 +122,7 @@ fn restarts_used_up_by_infrastructure_are_retryable_and_by_a_gpu_76() {
 fn replica_that_differs_twice_ends_the_job_with_76_and_its_name() {
     let (mut job, now) = (trainer(3, 9), Instant::now());
     let attempt = |rank| {
-        let reports = [
-            Event::AllJoined,
-            Event::Advanced,
-            differs(rank),
-            differs(rank),
-            exited(rank, 76),
-        ];
+        let reports = [Event::AllJoined, Event::Advanced, differs(rank), differs(rank), exited(rank, 76)];
         let others = (0..3).filter(move |other| *other != rank).map(|other| exited(other, 76));
         reports.into_iter().chain(others).collect::<Vec<_>>()
     };
