@@ -37,13 +37,10 @@ impl Host {
 
     /// Returns whether the name means a different machine on every host.
     pub(crate) fn is_loopback(&self) -> bool {
-        is_loopback(self.address())
+        let address = self.address();
+        address == "localhost"
+            || address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
     }
-}
-
-/// Returns whether this name or address means the host that uses it.
-pub(crate) fn is_loopback(address: &str) -> bool {
-    address == "localhost" || address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
 /// Parses the hosts of `--hosts`.

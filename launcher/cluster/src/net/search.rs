@@ -254,6 +254,11 @@ impl Search {
         // Among equals, the first one counts.
         let most = failures.rev().max_by_key(|(_, reason)| reason.specificity());
         let (port, reason) = match (most, &self.lookup_error, &self.lookup) {
+            (Some((address, reason @ Reason::Refused)), ..) if address.ip().is_loopback() => {
+                let own =
+                    "the address is this host's own; if the coordinator is on another host, give its name";
+                (Some(address.port()), format!("{reason}; {own}"))
+            }
             (Some((address, reason)), ..) => (Some(address.port()), reason.to_string()),
             (None, Some(error), _) => (None, unresolved(error)),
             (None, None, Lookup::RunningSince(since)) if now >= *since + RESOLVE_REPORT_AFTER => {

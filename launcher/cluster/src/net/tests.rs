@@ -196,6 +196,7 @@ async fn dialer_waits_for_a_missing_coordinator() {
     drop(listener);
     let error = connect(&endpoint(&[port]), &with_token()).await.unwrap_err();
     assert!(error.contains(&format!("at 127.0.0.1:{port}: connection refused; check the port")), "{error}");
+    assert!(error.contains("the address is this host's own"), "{error}");
     let unknown = Endpoint { host: "name.invalid".into(), ports: vec![29400] };
     let error = connect(&unknown, &with_token()).await.unwrap_err();
     assert!(error.contains("name.invalid:29400: the name does not resolve"), "{error}");

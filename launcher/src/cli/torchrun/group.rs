@@ -19,7 +19,6 @@ use super::super::engine::{self, Allocation, Sourced};
 use super::Name;
 use super::reader::Reader;
 use super::values;
-use crate::ssh::hosts;
 
 /// torchrun's default ports of the two rendezvous backends.
 const STATIC_PORT: u16 = 29500;
@@ -171,14 +170,6 @@ fn group(
     settings.push(("run id", run_id.clone().unwrap_or_else(|| default("the coordinator's".into()))));
     let (endpoint, hosts_coordinator) = endpoint(reader, nodes, backend.value, allocation)?;
     settings.push(("endpoint", endpoint.map(shown_endpoint)));
-    if hosts::is_loopback(&endpoint.value.host) {
-        // Not an error: all nodes may be on one host.
-        warnings.push(format!(
-            "{}: on every host, {} is that host itself; if the nodes are on several hosts, give the name or address of \
-             the first one",
-            endpoint.source, endpoint.value.host
-        ));
-    }
     let (security, token_file) = security(reader, name, nodes, allocation)?;
     settings.push(("security", security.map(ToString::to_string)));
     let mut spec = GroupSpec::new(nodes.value, backend.value, endpoint.value, security.value);

@@ -300,19 +300,6 @@ fn several_nodes_need_a_token_or_an_explicit_choice() {
 }
 
 #[test]
-fn endpoint_that_means_another_host_on_each_host_is_warned_about() {
-    let warnings = |endpoint: &str| {
-        let found = group(&format!("--nnodes 2 --rdzv-endpoint {endpoint}"), &[], None).unwrap().unwrap();
-        found.warnings.join("\n")
-    };
-    for (endpoint, host) in [("localhost", "localhost"), ("127.0.0.1:5", "127.0.0.1"), ("[::1]:5", "::1")] {
-        let expected = format!("--rdzv-endpoint {endpoint}: on every host, {host} is that host itself; ");
-        assert!(warnings(endpoint).contains(&expected), "{}", warnings(endpoint));
-    }
-    assert_eq!(warnings("h0:5") + &warnings("10.0.0.1"), "");
-}
-
-#[test]
 fn rdzv_conf_is_that_of_torchrun_within_bounds() {
     let with = |backend: &str, conf: &str| {
         group(&format!("--nnodes 2 --rdzv-endpoint h --rdzv-backend {backend} --rdzv-conf {conf}"), &[], None)
