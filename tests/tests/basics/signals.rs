@@ -47,11 +47,9 @@ fn terminating_signals_are_forwarded_and_set_exit_code() {
 
 fn sigterm_during_a_restart_delay_sets_exit_code_and_is_named() {
     let launch = Launch::new();
-    // The third restart, the second after an attempt without a new step, is the first with a delay. A fourth attempt
-    // would mean that the delay had ended before the signal came.
-    let script =
-        "echo 1 > $XLAUNCH_HEARTBEAT; [ $TORCHELASTIC_RESTART_COUNT = 3 ] && exec sleep 1000; exit 3";
-    let run = launch.spawn_shell(&["--max-restarts", "4"], 1, script);
+    // The first restart has no delay. A third attempt would mean that the delay had ended before the signal came.
+    let script = "[ $TORCHELASTIC_RESTART_COUNT = 2 ] && exec sleep 1000; exit 3";
+    let run = launch.spawn_shell(&["--max-restarts", "3"], 1, script);
     run.wait_for_stderr("; restarting in ");
     run.signal(Signal::TERM);
     let run = run.wait();

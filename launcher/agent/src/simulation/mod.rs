@@ -207,7 +207,7 @@ impl World {
                     let job = self.agent(host).job();
                     if (job.attempt(), job.state()) == (attempt, JobState::Rendezvous) {
                         self.job_event(host, Event::AllJoined);
-                        self.job_event(host, Event::Advanced);
+                        self.job_event(host, Event::Advanced { by_steps: true });
                     }
                 }
             }

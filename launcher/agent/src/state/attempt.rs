@@ -18,6 +18,7 @@ use xlaunch_host::spawn::Exit;
 pub(super) struct Attempt {
     pub(super) rules: Arc<Rules>,
     pub(super) place: Place,
+    pub(super) start: Instant,
     pub(super) stage: Stage,
     /// Indexed by local rank.
     pub(super) workers: Vec<Worker>,
@@ -56,9 +57,10 @@ enum Reported {
 }
 
 impl Attempt {
-    pub(super) fn new(rules: Arc<Rules>, place: Place) -> Self {
+    pub(super) fn new(rules: Arc<Rules>, place: Place, now: Instant) -> Self {
         Self {
             place,
+            start: now,
             stage: match rules.kind {
                 Kind::Trainer => Stage::Rendezvous,
                 Kind::Command => Stage::Running,
@@ -125,7 +127,7 @@ impl Attempt {
                 let kind = if lost_peer { Written::LostPeer } else { Written::OwnError };
                 self.workers[rank as usize].symptom = Some(Symptom { kind, error: Some(error), at });
             }
-            Event::Advanced => self.progressed = true,
+            Event::Advanced { .. } => self.progressed = true,
             Event::Hung { ranks, message } => return self.hung(&ranks, &message, now),
             Event::NoStacks => {
                 if self.rules.kind == Kind::Command && !self.is_terminated() {

@@ -1,6 +1,7 @@
 //! The end of an attempt on this node, the report to the coordinator, and the end of the job.
 
 use std::path::PathBuf;
+use std::time::Instant;
 
 use xlaunch_proto::v1::{GroupEnd, NodeEnded, Restarting, RootCause};
 use xlaunch_spec::exit::ExitCode;
@@ -8,17 +9,17 @@ use xlaunch_spec::exit::ExitCode;
 use super::attempt::Attempt;
 use super::stage::Request;
 use super::worker::{Life, Worker};
-use super::{Action, Job, Kind, Phase, exits};
+use super::{Action, HEALTHY_AFTER, Job, Kind, Phase, exits};
 use crate::ending::{Ending, Failure};
 use xlaunch_host::spawn::Exit;
 
 impl Job {
     /// Ends the attempt, because the last worker is gone. Returns the report to the coordinator.
-    pub(super) fn attempt_ended(&mut self) -> Vec<Action> {
+    pub(super) fn attempt_ended(&mut self, now: Instant) -> Vec<Action> {
         let Phase::Attempt(mut attempt) = std::mem::replace(&mut self.phase, Phase::Waiting(None)) else {
             return Vec::new();
         };
-        let (ended, last) = attempt.end(self.counts_steps, self.checkpoint.as_ref());
+        let (ended, last) = attempt.end(self.counts_steps, self.checkpoint.as_ref(), now);
         self.phase = Phase::Waiting(Some(Box::new(last)));
         let end = attempt.group_end.map_or_else(Vec::new, |end| self.end(&end));
         [vec![Action::Kill, Action::ReportEnd(ended)], end].concat()
@@ -88,7 +89,12 @@ impl Job {
 impl Attempt {
     /// Returns the report of an attempt whose last worker is gone, and the ending of the job if no other attempt
     /// follows. `checkpoint`: step and path of the newest checkpoint of this run.
-    fn end(&mut self, counts_steps: bool, checkpoint: Option<&(u64, PathBuf)>) -> (NodeEnded, Ending) {
+    fn end(
+        &mut self,
+        counts_steps: bool,
+        checkpoint: Option<&(u64, PathBuf)>,
+        now: Instant,
+    ) -> (NodeEnded, Ending) {
         self.find_early_exits();
         self.order_by_symptoms();
         let mut failures = std::mem::take(&mut self.failures);
@@ -104,20 +110,24 @@ impl Attempt {
         let is_final = request.is_some() || failures.iter().any(|failure| failure.preempted);
         failures.retain(|failure| !failure.elsewhere);
         let root = root_of(&failures).map(|index| self.cause(&failures[index]));
-        // Nothing is known of a command that counts no steps: it gets all of its restarts, as under torchrun.
-        let is_unknown = self.rules.kind == Kind::Command && !counts_steps;
+        let by_age = self.rules.kind == Kind::Command && !counts_steps;
         let ending = self.ending(request, failures, checkpoint);
         let ended = NodeEnded {
             attempt: self.place.attempt,
             // A consequence of a pause is not a failure.
             root: root.filter(|root| !(paused && root.consequence)),
-            progressed: self.progressed || is_unknown,
+            progressed: self.progressed || by_age && self.has_lived(now),
             differing: std::mem::take(&mut self.differing),
             r#final: is_final,
             exit_code: paused_exit.unwrap_or(ending.exit).code().into(),
             saved: checkpoint.is_some(),
         };
         (ended, ending)
+    }
+
+    /// Returns whether the attempt ran long enough before it failed to count as progress.
+    fn has_lived(&self, now: Instant) -> bool {
+        self.failed_at.unwrap_or(now).saturating_duration_since(self.start) >= HEALTHY_AFTER
     }
 
     /// Converts a failure to the coordinator's form.

@@ -56,6 +56,8 @@ pub use types::{Action, Event, Kind, Rules, StopCause};
 /// breaks the connections of the others, and those may be the first to exit; a rank that has reported an error of its
 /// own still has to exit.
 const FAILURE_GRACE: Duration = Duration::from_secs(5);
+/// An attempt of a command that ran this long before it failed counts as progress, unless the command counts steps.
+const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 /// Time for the Python programs of hanging ranks to print their stacks before they are terminated.
 const STACKS_TIMEOUT: Duration = Duration::from_secs(5);
 const SIGINT: i32 = 2;
@@ -144,13 +146,13 @@ impl Job {
     /// Handles an event at `now`. Returns the actions, in order.
     pub fn handle(&mut self, event: Event, now: Instant) -> Vec<Action> {
         let attempt = match &mut self.phase {
-            Phase::Waiting(_) => return self.between_attempts(event),
+            Phase::Waiting(_) => return self.between_attempts(event, now),
             Phase::Attempt(attempt) => attempt,
             Phase::Ended { .. } => return Vec::new(),
         };
         // These outlive the attempt.
         match &event {
-            Event::Advanced => self.counts_steps = true,
+            Event::Advanced { by_steps } => self.counts_steps |= by_steps,
             Event::Checkpoint { step, path } => self.checkpoint = Some((*step, path.clone())),
             _ => {}
         }
@@ -161,16 +163,16 @@ impl Job {
         }
         actions.extend(attempt.report_failure());
         if attempt.is_over() {
-            actions.extend(self.attempt_ended());
+            actions.extend(self.attempt_ended(now));
         }
         actions
     }
 
-    fn between_attempts(&mut self, event: Event) -> Vec<Action> {
+    fn between_attempts(&mut self, event: Event, now: Instant) -> Vec<Action> {
         match event {
             Event::Begin { attempt, node_rank, first_rank } => {
                 self.place = Place { attempt, node_rank: Some(node_rank), first_rank };
-                self.phase = Phase::Attempt(Box::new(Attempt::new(self.rules.clone(), self.place)));
+                self.phase = Phase::Attempt(Box::new(Attempt::new(self.rules.clone(), self.place, now)));
                 vec![Action::Start { attempt }]
             }
             Event::Restarting(restarting) => self.restarting(restarting),

@@ -259,7 +259,7 @@ fn any_event() -> impl Strategy<Value = Event> {
         Just(Event::RendezvousFailed("no".into())),
         Just(Event::Tick),
         Just(Event::Progress),
-        Just(Event::Advanced),
+        any::<bool>().prop_map(|by_steps| Event::Advanced { by_steps }),
         (0u32..4).prop_map(|rank| Event::SessionOpened { rank }),
         (0u32..4).prop_map(|rank| Event::Finished { rank }),
         (0u32..4).prop_map(|rank| Event::SessionClosed { rank }),

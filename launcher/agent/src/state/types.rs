@@ -104,9 +104,11 @@ pub enum Event {
     NoStacks,
     /// A worker has made progress in saving or evaluating.
     Progress,
-    /// The job has made a step past the furthest of all attempts. From a command's first one on, its attempts are known
-    /// to make progress or not.
-    Advanced,
+    /// The job has got further than ever before: a step past the furthest of all attempts, or a heartbeat of a command.
+    Advanced {
+        /// The job counts steps, so from now on a long life alone is not progress.
+        by_steps: bool,
+    },
     /// The OOM killer has ended this rank, whose exit follows.
     OomKilled { rank: u32 },
     /// Error output of a command's worker whose exit follows.

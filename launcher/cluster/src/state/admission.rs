@@ -120,7 +120,7 @@ impl Coordinator {
             not_after: rules.final_codes.iter().copied().collect(),
             free: rules.free_codes.iter().copied().collect(),
         };
-        self.policy = Policy::new(restarts, self.policy.seed());
+        self.policy = Policy::new(restarts, rules.trainer, self.policy.seed());
         self.phase = gathering::phase(seconds(rules.join_timeout), now);
         self.rules = rules;
         if !greeting.run_id.is_empty() {

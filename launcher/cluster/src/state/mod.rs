@@ -215,7 +215,7 @@ impl Coordinator {
             new_key,
             reference: None,
             rules: GroupRules::default(),
-            policy: Policy::new(Restarts::default(), seed),
+            policy: Policy::new(Restarts::default(), false, seed),
             members: BTreeMap::new(),
             claims: Vec::new(),
             // A placeholder until the first member brings the real timeouts.

@@ -4,10 +4,11 @@
 //! 1. its exit code is final: the next attempt would end in the same way;
 //! 2. the parameters on a device differed from those of other ranks for the second time;
 //! 3. the budget is spent: `max_restarts` over the whole job, as with torchrun, or within `restart_window`;
-//! 4. it was the last of [`MAX_FRUITLESS_ATTEMPTS`] consecutive attempts without progress, however long each one took.
+//! 4. it was a trainer's last of [`MAX_FRUITLESS_ATTEMPTS`] consecutive attempts without progress, however long each one
+//!    took. Of a command's progress too little is known to withhold restarts that its user asked for.
 //!
 //! The next attempt starts at once after progress: a job that advances between failures is worth restarting. After a
-//! first attempt without progress the next one starts at once too; the last one waits for [`RETRY_DELAY`] plus up to a
+//! first attempt without progress the next one starts at once too; later ones wait for [`RETRY_DELAY`] plus up to a
 //! quarter, so that jobs that failed together do not restart together.
 
 use std::collections::{BTreeSet, VecDeque};
@@ -17,9 +18,9 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::v1::NodeEnded;
 use xlaunch_spec::command::Restarts;
 
-/// Number of consecutive attempts without progress that ends a job.
+/// Number of consecutive attempts without progress that ends a training job.
 const MAX_FRUITLESS_ATTEMPTS: u32 = 3;
-/// Delay before the last of these attempts, without jitter.
+/// Delay after the second of such attempts and later ones, without jitter.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// The consequence of a failed attempt.
@@ -37,6 +38,7 @@ pub enum Decision {
 #[derive(Debug)]
 pub struct Policy {
     restarts: Restarts,
+    is_trainer: bool,
     seed: u64,
     /// Times of the restarts within the window, oldest first; of all restarts if there is no window.
     recent: VecDeque<Instant>,
@@ -47,8 +49,9 @@ pub struct Policy {
 }
 
 impl Policy {
-    pub fn new(restarts: Restarts, seed: u64) -> Self {
-        Self { restarts, seed, recent: VecDeque::new(), fruitless: 0, differed: BTreeSet::new() }
+    pub fn new(restarts: Restarts, is_trainer: bool, seed: u64) -> Self {
+        let (recent, differed) = (VecDeque::new(), BTreeSet::new());
+        Self { restarts, is_trainer, seed, recent, fruitless: 0, differed }
     }
 
     pub fn seed(&self) -> u64 {
@@ -119,7 +122,7 @@ impl Policy {
                 most => format!("all {most} restarts{within} are used up"),
             });
         }
-        (self.fruitless >= MAX_FRUITLESS_ATTEMPTS)
+        (self.is_trainer && self.fruitless >= MAX_FRUITLESS_ATTEMPTS)
             .then(|| format!("no restart: {MAX_FRUITLESS_ATTEMPTS} attempts in a row made no progress"))
     }
 
@@ -151,7 +154,7 @@ mod tests {
     }
 
     fn policy(most: u32) -> Policy {
-        Policy::new(restarts(most), 7)
+        Policy::new(restarts(most), true, 7)
     }
 
     /// The end of an attempt with this exit code of the root cause.
@@ -205,6 +208,14 @@ mod tests {
     }
 
     #[test]
+    fn command_gets_all_of_its_restarts() {
+        let (mut policy, now) = (Policy::new(restarts(5), false, 7), Instant::now());
+        let delays: Vec<f64> = (0..5).map(|_| delay(&policy.decide(&fruitless(), now)).floor()).collect();
+        assert_eq!(delays, [0.0, 1.0, 1.0, 1.0, 1.0]);
+        assert_eq!(reason(policy.decide(&fruitless(), now)), "all 5 restarts are used up");
+    }
+
+    #[test]
     fn progress_starts_the_count_again() {
         let (mut policy, now) = (policy(100), Instant::now());
         for progressed in [false, false, true, false, false] {
@@ -216,7 +227,7 @@ mod tests {
     #[test]
     fn restarts_before_the_window_are_not_counted() {
         let window = Duration::from_secs(3600);
-        let mut policy = Policy::new(Restarts { window, ..restarts(2) }, 7);
+        let mut policy = Policy::new(Restarts { window, ..restarts(2) }, true, 7);
         let start = Instant::now();
         let mut decide = |seconds| policy.decide(&progressed(), start + Duration::from_secs(seconds));
         for (seconds, number) in [(0, 1), (10, 2), (3600, 2), (3610, 2)] {
@@ -269,7 +280,7 @@ mod tests {
     #[test]
     fn jobs_that_fail_together_wait_for_different_times() {
         let second = |seed| {
-            let mut policy = Policy::new(restarts(5), seed);
+            let mut policy = Policy::new(restarts(5), true, seed);
             policy.decide(&fruitless(), Instant::now());
             delay(&policy.decide(&fruitless(), Instant::now()))
         };

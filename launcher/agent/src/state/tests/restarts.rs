@@ -17,7 +17,7 @@ fn fail(job: &mut Job, events: &[Event], now: Instant) -> Vec<Action> {
 fn restart_after_progress_is_immediate_however_often_the_job_fails() {
     let (mut job, now) = (trainer(1, 50), Instant::now());
     for attempt in 1..=50 {
-        let events = [Event::AllJoined, Event::Advanced, killed(0, 9)];
+        let events = [Event::AllJoined, Event::Advanced { by_steps: true }, killed(0, 9)];
         let actions: Vec<Action> = events.into_iter().flat_map(|event| job.handle(event, now)).collect();
         assert!(actions.contains(&Action::Start { attempt }), "{attempt}: {actions:?}");
     }
@@ -68,7 +68,7 @@ fn attempts_that_fail_in_the_same_way_end_with_the_evidence_of_the_last() {
 fn error_before_the_last_progress_is_not_kept() {
     let (mut job, now) = (trainer(1, 50), Instant::now());
     fail(&mut job, &[Event::AllJoined, exited(0, 3)], now);
-    fail(&mut job, &[Event::AllJoined, Event::Advanced, exited(0, 4)], now);
+    fail(&mut job, &[Event::AllJoined, Event::Advanced { by_steps: true }, exited(0, 4)], now);
     let mut actions = Vec::new();
     for code in [5, 6, 7] {
         actions = fail(&mut job, &[Event::AllJoined, exited(0, code)], now);
@@ -77,13 +77,23 @@ fn error_before_the_last_progress_is_not_kept() {
 }
 
 #[test]
-fn command_that_counts_no_steps_gets_all_of_its_restarts() {
-    let (mut job, now) = (command(1, 9), Instant::now());
-    for attempt in 1..=9 {
-        let actions = job.handle(exited(0, 1), now);
-        assert!(actions.contains(&Action::Start { attempt }), "{attempt}: {actions:?}");
+fn sixty_seconds_until_the_failure_are_progress_of_a_command_but_not_of_a_trainer() {
+    for (seconds, kind, delayed) in
+        [(60, Kind::Command, false), (59, Kind::Command, true), (60, Kind::Trainer, true)]
+    {
+        let start = Instant::now();
+        let mut job = Job::new(rules(kind, 2, 9), start);
+        let mut now = start;
+        for _ in 0..2 {
+            now = job.deadline().unwrap_or(now);
+            job.handle(Event::Tick, now);
+            job.handle(exited(0, 1), now + seconds * SECOND);
+            // The time that the other ranks take to end does not count.
+            now += (seconds + 30) * SECOND;
+            job.handle(killed(1, 15), now);
+        }
+        assert_eq!(job.state() == JobState::Starting, delayed, "{seconds} {kind:?}");
     }
-    assert_eq!(notices(&fail(&mut job, &[exited(0, 1)], now)), ["all 9 restarts are used up"]);
 }
 
 #[test]
@@ -122,7 +132,13 @@ fn restarts_used_up_by_infrastructure_are_retryable_and_by_a_gpu_76() {
 fn replica_that_differs_twice_ends_the_job_with_76_and_its_name() {
     let (mut job, now) = (trainer(3, 9), Instant::now());
     let attempt = |rank| {
-        let reports = [Event::AllJoined, Event::Advanced, differs(rank), differs(rank), exited(rank, 76)];
+        let reports = [
+            Event::AllJoined,
+            Event::Advanced { by_steps: true },
+            differs(rank),
+            differs(rank),
+            exited(rank, 76),
+        ];
         let others = (0..3).filter(move |other| *other != rank).map(|other| exited(other, 76));
         reports.into_iter().chain(others).collect::<Vec<_>>()
     };
@@ -140,11 +156,17 @@ fn replica_that_differs_twice_ends_the_job_with_76_and_its_name() {
 }
 
 #[test]
-fn command_whose_steps_stand_still_ends_after_three_attempts() {
-    let (mut job, now) = (command(1, 50), Instant::now());
-    let mut actions = fail(&mut job, &[Event::Advanced, exited(0, 3)], now);
-    for _ in 0..3 {
-        actions = fail(&mut job, &[exited(0, 3)], now);
-    }
-    assert_eq!(notices(&actions), ["no restart: 3 attempts in a row made no progress"]);
+fn long_life_of_a_command_is_progress_until_it_counts_steps() {
+    let is_delayed = |first: &[Event]| {
+        let (mut job, mut now) = (command(1, 50), Instant::now());
+        first.iter().for_each(|event| drop(job.handle(event.clone(), now)));
+        (0..3).any(|_| {
+            now += 61 * SECOND;
+            job.handle(exited(0, 3), now);
+            job.state() == JobState::Starting
+        })
+    };
+    let advanced = |by_steps| Event::Advanced { by_steps };
+    assert!(!is_delayed(&[]) && !is_delayed(&[advanced(false)]));
+    assert!(is_delayed(&[advanced(true)]), "steps stand still");
 }

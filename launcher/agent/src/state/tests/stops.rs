@@ -19,12 +19,8 @@ fn stop_before_the_first_attempt_ends_the_job_before_a_worker_starts() {
 fn stop_during_a_restart_delay_exits_with_its_code_and_names_the_last_failure() {
     let stopped_in_delay = |mut job: Job, saved: bool, cause| {
         let now = Instant::now();
-        for code in [1, 3, 4] {
+        for code in [1, 4] {
             run(&mut job, &[Event::AllJoined]);
-            if code == 1 {
-                // Delays follow attempts that are known to make no progress.
-                run(&mut job, &[Event::Advanced]);
-            }
             if saved {
                 run(&mut job, &[Event::Checkpoint { step: 10, path: "/c/step-10".into() }]);
             }

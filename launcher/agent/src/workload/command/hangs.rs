@@ -69,7 +69,7 @@ impl CommandWorkload<'_> {
                 Change::Removed => self.heartbeats_end(local),
             }
         }
-        (advanced && self.heartbeats.has_steps()).then_some(Event::Advanced)
+        advanced.then(|| Event::Advanced { by_steps: self.heartbeats.has_steps() })
     }
 
     /// Records that a rank of this node sends no more heartbeats.

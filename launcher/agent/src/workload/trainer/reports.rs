@@ -168,7 +168,7 @@ impl TrainerWorkload<'_> {
                 self.attempt.step = Some(step.step);
                 if step.step > self.furthest_step {
                     self.furthest_step = step.step;
-                    return Some(Event::Advanced);
+                    return Some(Event::Advanced { by_steps: true });
                 }
             }
             Report::Finished(_) => return Some(Event::Finished { rank }),
