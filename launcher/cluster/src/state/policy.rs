@@ -4,8 +4,8 @@
 //! 1. its exit code is final: the next attempt would end in the same way;
 //! 2. the parameters on a device differed from those of other ranks for the second time;
 //! 3. the budget is spent: `max_restarts` over the whole job, as with torchrun, or within `restart_window`;
-//! 4. it was a trainer's last of [`MAX_FRUITLESS_ATTEMPTS`] consecutive attempts without progress, however long each one
-//!    took. Of a command's progress too little is known to withhold restarts that its user asked for.
+//! 4. it was a trainer's last of [`MAX_FRUITLESS_ATTEMPTS`] consecutive attempts without progress, however long each
+//!    one took. Too little is known of a command's progress to withhold restarts that its user asked for.
 //!
 //! The next attempt starts at once after progress: a job that advances between failures is worth restarting. After a
 //! first attempt without progress the next one starts at once too; later ones wait for [`RETRY_DELAY`] plus up to a
