@@ -98,7 +98,10 @@ impl Attempt {
     /// Sends a signal that ends the workers.
     pub(super) fn signal(&mut self, signal: Signal) {
         self.signalled = true;
-        self.forward(signal);
+        let (received, others) = self.received.drain(..).partition(|(_, other)| *other == signal);
+        self.received = others;
+        let received: Vec<u32> = Vec::into_iter(received).map(|(worker, _)| worker).collect();
+        self.processes.iter().for_each(|processes| processes.signal(signal, &received));
     }
 
     pub(super) fn kill(&mut self) {
@@ -116,14 +119,6 @@ impl Attempt {
     /// Passes on a signal that ends nothing.
     pub(super) fn notify(&self, signal: Signal) {
         self.processes.iter().for_each(|processes| processes.notify(signal));
-    }
-
-    /// Passes on a signal that xlaunch received.
-    pub(super) fn forward(&mut self, signal: Signal) {
-        let (received, others) = self.received.drain(..).partition(|(_, other)| *other == signal);
-        self.received = others;
-        let received: Vec<u32> = Vec::into_iter(received).map(|(worker, _)| worker).collect();
-        self.processes.iter().for_each(|processes| processes.signal(signal, &received));
     }
 
     /// Records that this worker's process group has received a signal, so that it is not sent again with the others.
