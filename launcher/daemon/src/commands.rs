@@ -74,7 +74,8 @@ pub enum Command {
         submission: Box<Submit>,
         reply: Reply<Submission>,
     },
-    Change(JobChange),
+    /// Changes, each to another job.
+    Change(Vec<JobChange>),
     Drain {
         caller: Caller,
         drain: DrainRequest,
@@ -165,7 +166,8 @@ impl NodeHandle {
     }
 
     async fn change(&self, caller: Caller, job: u64, change: Change) -> Result<Job, CommandError> {
-        self.send(caller.uid, 1, |reply| Command::Change(JobChange { caller, job, change, reply })).await
+        self.send(caller.uid, 1, |reply| Command::Change(vec![JobChange { caller, job, change, reply }]))
+            .await
     }
 
     /// Takes the node or these GPUs out of service or, with `undo`, puts them back.

@@ -16,41 +16,27 @@ use crate::submission::{self, MAX_NAME_BYTES};
 use crate::users::Account;
 use crate::view::Caller;
 
-/// Commands that are executed together.
-#[derive(Debug)]
-enum Group {
-    /// Changes, each to another job.
-    Changes(Vec<JobChange>),
-    Other(Command),
-}
-
-/// Groups commands in their order. Changes to different jobs that follow each other are written to the disk and
-/// published together: one by one, changes to a long array would take minutes on a slow disk.
-fn groups(commands: impl Iterator<Item = Command>) -> Vec<Group> {
-    let mut groups = Vec::new();
+/// Joins changes to different jobs that follow each other: they are written to the disk and published together. One by
+/// one, changes to a long array would take minutes on a slow disk.
+fn joined(commands: impl Iterator<Item = Command>) -> Vec<Command> {
+    let mut joined: Vec<Command> = Vec::new();
     for command in commands {
-        match (command, groups.last_mut()) {
+        match (command, joined.last_mut()) {
             // A change is checked against the job as its earlier changes left it.
-            (Command::Change(change), Some(Group::Changes(changes)))
-                if changes.iter().all(|earlier| earlier.job != change.job) =>
+            (Command::Change(new), Some(Command::Change(changes)))
+                if new.iter().all(|new| changes.iter().all(|earlier| earlier.job != new.job)) =>
             {
-                changes.push(change);
+                changes.extend(new);
             }
-            (Command::Change(change), _) => groups.push(Group::Changes(vec![change])),
-            (command, _) => groups.push(Group::Other(command)),
+            (command, _) => joined.push(command),
         }
     }
-    groups
+    joined
 }
 
 impl Manager {
     pub(super) fn execute_all(&mut self, commands: impl Iterator<Item = Command>) {
-        for group in groups(commands) {
-            match group {
-                Group::Changes(changes) => self.change(changes),
-                Group::Other(command) => self.execute(command),
-            }
-        }
+        joined(commands).into_iter().for_each(|command| self.execute(command));
     }
 
     fn execute(&mut self, command: Command) {
@@ -59,7 +45,7 @@ impl Manager {
                 let result = self.submit(&caller, account, *submission);
                 self.reply(reply, result);
             }
-            Command::Change(change) => self.change(vec![change]),
+            Command::Change(changes) => self.change(changes),
             Command::Drain { caller, drain, reply } => {
                 let result = self.drain(&caller, &drain);
                 self.reply(reply, result);
@@ -232,18 +218,19 @@ mod tests {
     fn changes_to_different_jobs_are_made_together() {
         let change = |job| {
             let (reply, _) = tokio::sync::oneshot::channel();
-            Command::Change(JobChange { caller: CALLER, job, change: Change::Cancel { force: false }, reply })
+            let change = Change::Cancel { force: false };
+            Command::Change(vec![JobChange { caller: CALLER, job, change, reply }])
         };
         let drain = || {
             let (reply, _) = tokio::sync::oneshot::channel();
             Command::Drain { caller: CALLER, drain: DrainRequest::default(), reply }
         };
-        let shown = |group: &Group| match group {
-            Group::Changes(changes) => changes.iter().map(|change| change.job).collect(),
-            Group::Other(_) => Vec::new(),
+        let shown = |command: &Command| match command {
+            Command::Change(changes) => changes.iter().map(|change| change.job).collect(),
+            _ => Vec::new(),
         };
         let commands = vec![change(1), change(3), change(2), change(3), drain(), change(4), change(5)];
-        let found: Vec<Vec<u64>> = groups(commands.into_iter()).iter().map(shown).collect();
+        let found: Vec<Vec<u64>> = joined(commands.into_iter()).iter().map(shown).collect();
         assert_eq!(found, [vec![1, 3, 2], vec![3], vec![], vec![4, 5]]);
     }
 }

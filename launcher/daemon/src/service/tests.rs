@@ -120,12 +120,12 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
     while let Some(command) = commands.recv().await {
         match (command, &refuse) {
             (Command::Submit { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
-            (Command::Change(JobChange { reply, .. }), Some(refused)) => {
-                drop(reply.send(Err(refused.clone())))
-            }
-            (Command::Change(JobChange { change: Change::Update(update), reply, .. }), None) => {
-                let held = update.held.unwrap_or(false);
-                drop(reply.send(Ok(Job { id: update.job, held, ..Default::default() })));
+            (Command::Change(changes), refused) => {
+                for JobChange { job, change, reply, .. } in changes {
+                    let held = matches!(change, Change::Update(UpdateRequest { held: Some(true), .. }));
+                    let job = Job { id: job, held, ..Default::default() };
+                    drop(reply.send(refused.clone().map_or(Ok(job), Err)));
+                }
             }
             (Command::Drain { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
             (Command::Submit { caller, account, submission, reply }, None) => {
@@ -135,9 +135,6 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
                 let name = format!("{:?}", submission.work);
                 let job = Job { id, uid: caller.uid, user: account.name, name, ..Default::default() };
                 drop(reply.send(Ok(Submission { jobs: vec![job], repeated, warnings: Vec::new() })));
-            }
-            (Command::Change(JobChange { job, reply, .. }), None) => {
-                drop(reply.send(Ok(Job { id: job, ..Default::default() })));
             }
             (Command::Examine { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
             (Command::Examine { caller, examine, reply }, None) => {
