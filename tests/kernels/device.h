@@ -118,7 +118,3 @@ struct EmulatorCall<F> {
     static constexpr EmulatorKernel kernel() { return {&call, sizeof...(A), sizes}; }
 };
 #define EMULATOR_KERNEL(name) extern "C" const EmulatorKernel emulator_kernel_##name = EmulatorCall<&name>::kernel();
-
-// Static shared memory is the thread-local memory of a kernel's library.
-static __thread char emulator_shared_anchor;
-extern "C" void* emulator_shared() { return &emulator_shared_anchor; }

@@ -46,15 +46,9 @@ constexpr int SHARED_PER_BLOCK = 232448, DEFAULT_SHARED = 48 << 10, SHARED_LIMIT
 constexpr unsigned MAX_GRID_YZ = 65535;
 constexpr int DEVICES = 8;
 
-struct Module {
-    void* library;
-    void* (*shared)();
-};
-
 struct Function {
     std::string name;
     const EmulatorKernel* kernel;
-    Module* module;
     size_t shared_limit = DEFAULT_SHARED;
 };
 
@@ -235,19 +229,17 @@ bool emulator_device_reads(const void* p, size_t bytes) {
 bool emulator_device_writes(void* p, size_t bytes) { return host_writes(reinterpret_cast<uintptr_t>(p), bytes); }
 
 // An image is a library made by nvrtc.cpp.
-int cuModuleLoadData(Module** result, const void* image) {
+int cuModuleLoadData(void** library, const void* image) {
     char path[] = "/tmp/kernel-XXXXXX";
     size_t bytes = image_bytes(image);
     int file = bytes ? mkstemp(path) : -1;
     if (file < 0) return failed(INVALID_IMAGE, "not a library with kernels, or no temporary file");
     bool written = write(file, image, bytes) == ssize_t(bytes);
     close(file);
-    void* library = written ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
-    auto shared = library ? reinterpret_cast<void* (*)()>(dlsym(library, "emulator_shared")) : nullptr;
-    if (!shared) {
-        const char* error = dlerror();
+    *library = written ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
+    if (!*library) {
         unlink(path);
-        return failed(INVALID_IMAGE, error ? error : "the library has no kernels");
+        return failed(INVALID_IMAGE, written ? dlerror() : "the temporary file has no room");
     }
     // The file remains until the process ends, because it maps code to source lines.
     static struct Files {
@@ -258,14 +250,13 @@ int cuModuleLoadData(Module** result, const void* image) {
     } files;
     std::lock_guard<std::mutex> guard(lock);
     files.paths.push_back(path);
-    *result = new Module{library, shared};
     return SUCCESS;
 }
-int cuModuleUnload(Module* module) { return delete module, SUCCESS; }
-int cuModuleGetFunction(Function** result, Module* module, const char* name) {
-    auto kernel = dlsym(module->library, ("emulator_kernel_" + std::string(name)).c_str());
+int cuModuleUnload(void*) { return SUCCESS; }
+int cuModuleGetFunction(Function** result, void* library, const char* name) {
+    auto kernel = dlsym(library, ("emulator_kernel_" + std::string(name)).c_str());
     if (!kernel) return failed(NOT_FOUND, "there is no kernel of this name");
-    *result = new Function{name, static_cast<const EmulatorKernel*>(kernel), module};
+    *result = new Function{name, static_cast<const EmulatorKernel*>(kernel)};
     return SUCCESS;
 }
 int cuFuncSetAttribute(Function* function, int attribute, int value) {
@@ -311,7 +302,6 @@ int cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** args
     if (skipped && function->name == skipped) return SUCCESS;
     Launch launch{function->name.c_str(),
                   function->kernel,
-                  function->module->shared,
                   {config->grid_x, config->grid_y, config->grid_z},
                   {config->block_x, config->block_y, config->block_z},
                   config->shared,

@@ -12,6 +12,12 @@
 
 #include "runner.h"
 
+// Of the ABI for thread-local memory: a module is a loaded library, or the program.
+struct TlsIndex {
+    unsigned long module, offset;
+};
+extern "C" void* __tls_get_addr(TlsIndex*);
+
 namespace emulator {
 
 thread_local Runner* runner = nullptr;
@@ -29,25 +35,30 @@ void fiber_main() {
     abort();
 }
 
-// Static shared memory of this OS thread: the thread-local memory of the library with the kernel.
-void find_shared(void* anchor, uintptr_t* begin, size_t* bytes) {
+// Static shared memory of this OS thread: the thread-local memory of the kernel's library. Its address is not taken from
+// dlpi_tls_data, which glibc leaves out at times while another thread loads a library.
+void find_shared(const EmulatorKernel* kernel, uintptr_t* begin, size_t* bytes) {
     struct Query {
-        uintptr_t anchor, begin;
+        uintptr_t kernel;
+        TlsIndex block;
         size_t bytes;
-    } query = {reinterpret_cast<uintptr_t>(anchor), 0, 0};
+    } query = {reinterpret_cast<uintptr_t>(kernel), {0, 0}, 0};
     dl_iterate_phdr(
         [](dl_phdr_info* info, size_t, void* data) {
             auto& query = *static_cast<Query*>(data);
-            auto begin = reinterpret_cast<uintptr_t>(info->dlpi_tls_data);
+            size_t thread_local_bytes = 0;
+            bool is_found = false;
             for (int i = 0; i < info->dlpi_phnum; i++) {
                 const auto& header = info->dlpi_phdr[i];
-                if (header.p_type == PT_TLS && begin && query.anchor - begin < header.p_memsz)
-                    query.begin = begin, query.bytes = header.p_memsz;
+                if (header.p_type == PT_TLS) thread_local_bytes = header.p_memsz;
+                if (header.p_type == PT_LOAD && query.kernel - info->dlpi_addr - header.p_vaddr < header.p_memsz)
+                    is_found = true;
             }
-            return 0;
+            if (is_found) query.block.module = info->dlpi_tls_modid, query.bytes = thread_local_bytes;
+            return int(is_found);
         },
         &query);
-    *begin = query.begin, *bytes = query.bytes;
+    *begin = query.bytes ? reinterpret_cast<uintptr_t>(__tls_get_addr(&query.block)) : 0, *bytes = query.bytes;
 }
 
 // Number of blocks that run at either end of a grid, for operands that are too large for all: $EMULATOR_EDGE_BLOCKS, or
@@ -133,7 +144,7 @@ void Runner::run_blocks() {
     // The same for all blocks of this OS thread.
     uintptr_t shared;
     size_t shared_bytes;
-    find_shared(launch.shared(), &shared, &shared_bytes);
+    find_shared(launch.kernel, &shared, &shared_bytes);
     uint64_t x = launch.grid.x, y = launch.grid.y, blocks = x * y * launch.grid.z;
     while (!grid.failed) {
         // With a seed, blocks also begin in a different order, starting at a random one.

@@ -28,8 +28,6 @@ struct Argument {
 struct Launch {
     const char* name;
     const EmulatorKernel* kernel;
-    // From the library with the kernel: returns an address in its static shared memory.
-    void* (*shared)();
     EmulatorIndex grid, block;
     size_t dynamic_shared;
     std::vector<Argument> args;
