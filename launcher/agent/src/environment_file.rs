@@ -32,9 +32,7 @@ use xlaunch_host::clock;
 use xlaunch_host::devices::{self, Placement};
 use xlaunch_host::libraries::Libraries;
 use xlaunch_host::memory;
-use xlaunch_spec::lineage::Fingerprint;
-
-pub const ENVIRONMENT_FILE: &str = "environment.json";
+use xlaunch_spec::lineage::{ENVIRONMENT_FILE, Fingerprint, STARTED};
 
 /// Longest time that the end of a job waits for the driver to describe the GPUs.
 const DRIVER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -109,7 +107,7 @@ fn describe(facts: &Facts, started: u64) -> Value {
     json!({
         "version": 1,
         "run": facts.run,
-        "started_unix_seconds": started,
+        STARTED: started,
         "xlaunch": { "version": xlaunch_proto::VERSION, "commit": facts.commit },
         "command_line": quote_line(arguments.iter().map(|argument| argument.as_os_str())),
         "working_directory": std::env::current_dir().ok().map(|dir| dir.to_string_lossy().into_owned()),

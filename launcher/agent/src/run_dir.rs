@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::lineage::LATEST;
 
 use crate::registry::{Entry, SOCKET};
 use crate::resolved_command::ResolvedCommand;
@@ -195,6 +196,17 @@ impl RunDir {
         self.entry.as_ref().map_or(Ok(false), Entry::restore)
     }
 
+    /// Returns why the link `latest` beside a training run does not lead to it, if it is no link.
+    pub fn without_link(&self) -> Option<String> {
+        let latest = self.path.parent()?.join(LATEST);
+        let problem = match fs_err::symlink_metadata(&latest) {
+            Ok(found) if found.is_symlink() => return None,
+            Ok(_) => "is not a link, as in a copy made without links, and stays as it is: remove it",
+            Err(_) => "cannot be made here: the file system has no links",
+        };
+        Some(format!("{} {problem}; this run is in {}", latest.display(), self.path.display()))
+    }
+
     /// Returns the directory that is removed with the run, regardless of how it ends.
     pub fn private(&self) -> Option<&Path> {
         self.entry.as_ref().map(Entry::path)
@@ -243,11 +255,12 @@ fn describe(spec: &JobSpec, path: &Path) -> std::io::Result<()> {
     fs_err::write(path.join("job.json"), serde_json::to_vec_pretty(spec).unwrap_or_default())
 }
 
-/// Points the link `latest` to this run. Errors are ignored: the link is a convenience.
+/// Points the link `latest` to this run. The link is a convenience, so the run does not depend on it:
+/// [`RunDir::without_link`] says when it is missing.
 fn update_latest_link(jobs: &Path, id: &str) {
-    let (link, new) = (jobs.join("latest"), jobs.join(format!(".latest-{id}")));
-    if fs_err::os::unix::fs::symlink(id, &new).is_ok() {
-        let _ = fs_err::rename(&new, &link);
+    let (link, new) = (jobs.join(LATEST), jobs.join(format!(".latest-{id}")));
+    if fs_err::os::unix::fs::symlink(id, &new).is_ok() && fs_err::rename(&new, &link).is_err() {
+        let _ = fs_err::remove_file(&new);
     }
 }
 
@@ -270,6 +283,24 @@ mod tests {
         let (path, private) = (a.path.clone(), a.private().unwrap().to_path_buf());
         drop(a);
         assert!(path.join("job.json").exists() && !path.join(SOCKET).exists() && !private.exists());
+    }
+
+    #[test]
+    fn directory_in_place_of_the_link_to_the_newest_run_is_reported_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut spec = JobSpec::default();
+        (spec.job.output, spec.job.name) = (dir.path().display().to_string(), "n".into());
+        assert_eq!(RunDir::create(&spec, "a", None).unwrap().without_link(), None);
+        let latest = dir.path().join("n/latest");
+        fs_err::remove_file(&latest).unwrap();
+        fs_err::create_dir(&latest).unwrap();
+        let run = RunDir::create(&spec, "b", None).unwrap();
+        let problem = run.without_link().unwrap();
+        assert!(problem.contains("n/latest is not a link") && problem.ends_with("n/b"), "{problem}");
+        let mut names: Vec<_> =
+            fs_err::read_dir(dir.path().join("n")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["a", "b", "latest"]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use xlaunch_agent::environment_file;
+use xlaunch_spec::lineage::{ENVIRONMENT_FILE, LATEST};
 
 use super::curves::Source;
 use super::documents::{self, JOB, METRICS};
@@ -47,17 +47,18 @@ pub(crate) fn find(path: &Path) -> Result<RunFiles, String> {
 }
 
 fn is_run(dir: &Path) -> bool {
-    [METRICS, JOB, environment_file::ENVIRONMENT_FILE].iter().any(|name| dir.join(name).is_file())
+    [METRICS, JOB, ENVIRONMENT_FILE].iter().any(|name| dir.join(name).is_file())
 }
 
 /// Returns the newest run of a job. Runs are named by their start time, so names sort by time.
 fn newest_run(job: &Path) -> Option<PathBuf> {
-    let latest = job.join("latest");
-    if is_run(&latest) {
+    let latest = job.join(LATEST);
+    if latest.is_symlink() && is_run(&latest) {
         return Some(latest);
     }
+    // In a copy without links, a directory of that name is an older copy of one of the others.
     let entries = fs_err::read_dir(job).ok()?;
-    let runs = entries.flatten().map(|entry| entry.path()).filter(|path| is_run(path));
+    let runs = entries.flatten().map(|entry| entry.path()).filter(|path| *path != latest && is_run(path));
     runs.max()
 }
 
@@ -110,7 +111,7 @@ struct Parent {
 }
 
 fn parent(dir: &Path) -> Option<Parent> {
-    let recorded = documents::read(&dir.join(environment_file::ENVIRONMENT_FILE)).ok().flatten();
+    let recorded = documents::read(&dir.join(ENVIRONMENT_FILE)).ok().flatten();
     let from_environment =
         recorded.as_ref().map(|value| &value["continues"]).filter(|value| value.is_object());
     let of_checkpoint = || documents::newest_state(dir)?["parents"].as_array()?.last().cloned();
@@ -154,11 +155,7 @@ mod tests {
         let dir = job.join(name);
         fs_err::create_dir_all(&dir).unwrap();
         fs_err::write(dir.join(METRICS), lines).unwrap();
-        fs_err::write(
-            dir.join(environment_file::ENVIRONMENT_FILE),
-            json!({ "continues": continues }).to_string(),
-        )
-        .unwrap();
+        fs_err::write(dir.join(ENVIRONMENT_FILE), json!({ "continues": continues }).to_string()).unwrap();
         dir
     }
 

@@ -23,8 +23,9 @@ mod reduce;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use xlaunch_agent::{environment_file, run_summary};
+use xlaunch_agent::run_summary;
 use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::lineage::ENVIRONMENT_FILE;
 use xlaunch_spec::refusal::Refusal;
 
 use curves::Curves;
@@ -90,7 +91,7 @@ fn read_run(files: &RunFiles) -> Result<Run, Refusal> {
         })
     };
     let (config, environment, ending) =
-        (document(JOB), document(environment_file::ENVIRONMENT_FILE), document(run_summary::SUMMARY_FILE));
+        (document(JOB), document(ENVIRONMENT_FILE), document(run_summary::SUMMARY_FILE));
     let samples = files.dir.as_deref().map(|dir| documents::samples(dir, &mut notes)).unwrap_or_default();
     let path = files.dir.as_ref().unwrap_or(&files.metrics).display().to_string();
     Ok(Run { label: files.label.clone(), path, curves, config, environment, ending, samples, notes })

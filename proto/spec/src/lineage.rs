@@ -5,6 +5,13 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+/// Link in the directory of a job that leads to its newest run.
+pub const LATEST: &str = "latest";
+/// File in the directory of a training run that describes what it used.
+pub const ENVIRONMENT_FILE: &str = "environment.json";
+/// Key of that file: when the run started, in seconds since 1970.
+pub const STARTED: &str = "started_unix_seconds";
+
 /// Number of tokens and a hash of a sample of them. Used to detect changed training data.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {

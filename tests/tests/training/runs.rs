@@ -272,7 +272,7 @@ fn assert_interruption_changes_nothing(args: &[&str]) -> Job {
     let resumed = Job::new();
     let run = resumed.spawn(args);
     run.wait_for_stderr("step 1/");
-    run.signal(Signal::INT);
+    run.signal(Signal::QUIT);
     let run = run.wait();
     assert_eq!(run.code, 143, "{}", run.stderr);
     assert!(resumed.losses().len() < 400, "it finished before the signal");

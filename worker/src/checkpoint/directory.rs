@@ -13,7 +13,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use xlaunch_spec::lineage::Recovered;
+use xlaunch_spec::lineage::{LATEST, Recovered};
 use xlaunch_spec::model::ModelShape;
 use xlaunch_spec::quantities::shortage_texts;
 
@@ -23,8 +23,6 @@ use super::{CheckpointError, MANIFEST, State, name, parse_optimizer_name, read};
 
 /// Name of a run's subdirectory for checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
-/// Name of the link to the newest run in the directory of a job.
-pub(crate) const LATEST: &str = "latest";
 /// Maximum number of runs that a message names.
 const MAX_NAMED_RUNS: usize = 3;
 /// Suffix of checkpoints that are never deleted.

@@ -9,13 +9,18 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use chrono::NaiveDateTime;
 use rayon::ThreadPoolBuilder;
 use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::lineage::{ENVIRONMENT_FILE, LATEST, STARTED};
 use xlaunch_spec::model::ModelShape;
 
 use crate::checkpoint::directory::{self, Choice};
 use crate::checkpoint::{self, CheckpointError, State};
 use crate::model::layout::Parameters;
+
+/// The beginning of a run's id: a time in UTC.
+const TIME_IN_NAME: &str = "20261121-045035";
 
 /// Returns the checkpoint that `checkpoint.resume` selects, if there is one. Checkpoints that are passed over are
 /// reported. No worker reads a checkpoint after which `is_complete` leaves no steps, so the hashes of such a one are
@@ -91,15 +96,11 @@ fn selected(
 fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<Choice>, CheckpointError> {
     let mut runs: Vec<PathBuf> =
         fs_err::read_dir(job_dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    let latest = fs_err::read_link(job_dir.join(directory::LATEST)).ok();
+    let latest = fs_err::read_link(job_dir.join(LATEST)).ok();
     let is_latest = |run: &Path| latest.as_ref().is_some_and(|latest| job_dir.join(latest) == run);
     // The directory also contains that link, and marker files of nodes.
     runs.retain(|path| !path.is_symlink() && path.is_dir());
-    // A copy of a run has a new modification time, but the same name.
-    let named = runs.iter().all(|run| time_in_name(run).is_some() || started(run).is_none());
-    runs.sort_by_cached_key(|path| {
-        (is_latest(path), time_in_name(path).filter(|_| named), started(path), path.clone())
-    });
+    runs.sort_by_cached_key(|path| (is_latest(path), started(path), described(path), path.clone()));
     let mut failure = None;
     for run in runs.iter().rev() {
         match directory::choose(&run_checkpoints(run)) {
@@ -118,19 +119,30 @@ fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<C
     failure.map_or(Ok(None), Err)
 }
 
-/// Returns the time in a name like `20261121-045035-0a1b2c3d`, to the second. A run has another name if it belongs to
-/// the job of a batch system, or if the user has given it an id.
-fn time_in_name(run: &Path) -> Option<String> {
-    let mut parts = run.file_name()?.to_str()?.splitn(3, '-');
-    let mut digits = |len| {
-        let part = parts.next()?;
-        (part.len() == len && part.bytes().all(|byte| byte.is_ascii_digit())).then_some(part)
-    };
-    Some([digits(8)?, digits(6)?].concat())
+/// Returns when a run started, in seconds since 1970. Copies keep what its name or its files say; the time at which a
+/// file was modified counts only if neither does.
+fn started(run: &Path) -> Option<i64> {
+    time_in_name(run).or_else(|| recorded_time(run)).or_else(|| {
+        let written = described(run)?.duration_since(SystemTime::UNIX_EPOCH).ok()?;
+        i64::try_from(written.as_secs()).ok()
+    })
 }
 
-/// Returns the time at which a run started, when it wrote its description.
-fn started(run: &Path) -> Option<SystemTime> {
+/// Returns the time in a name like `20261121-045035-0a1b2c3d`. A run has another name if it belongs to the job of a
+/// batch system, or if the user has given it one.
+fn time_in_name(run: &Path) -> Option<i64> {
+    let name = run.file_name()?.to_str()?;
+    let time = NaiveDateTime::parse_from_str(name.get(..TIME_IN_NAME.len())?, "%Y%m%d-%H%M%S").ok()?;
+    Some(time.and_utc().timestamp())
+}
+
+fn recorded_time(run: &Path) -> Option<i64> {
+    let text = fs_err::read_to_string(run.join(ENVIRONMENT_FILE)).ok()?;
+    serde_json::from_str::<serde_json::Value>(&text).ok()?[STARTED].as_i64()
+}
+
+/// Returns when a run wrote its description, which is when it started, unless it was copied.
+fn described(run: &Path) -> Option<SystemTime> {
     fs_err::metadata(run.join("job.json")).and_then(|found| found.modified()).ok()
 }
 
@@ -201,8 +213,17 @@ mod tests {
         std::os::unix::fs::symlink("20261121-045035-ffffffff", job.path().join("latest")).unwrap();
         assert!(newest().starts_with(job.path().join("20261121-045035-ffffffff")), "{:?}", newest());
         fs_err::remove_file(job.path().join("latest")).unwrap();
-        // The times of runs with other names are unknown.
-        fs_err::write(job.path().join("notes/job.json"), "{}").unwrap();
-        assert!(newest().starts_with(job.path().join("20261121-045035-ffffffff")), "{:?}", newest());
+    }
+
+    #[test]
+    fn copy_of_a_run_under_another_name_is_as_old_as_the_run() {
+        let job = job_with(["20261121-045036-00000000", "baseline"]);
+        let newest = || selected(&resuming("auto"), job.path(), &mut Vec::new()).unwrap().unwrap();
+        // Its name and its files do not say when it started.
+        assert!(newest().starts_with(job.path().join("baseline")), "{:?}", newest());
+        // A second earlier than the other.
+        let environment = r#"{"started_unix_seconds": 1795236635}"#;
+        fs_err::write(job.path().join("baseline/environment.json"), environment).unwrap();
+        assert!(newest().starts_with(job.path().join("20261121-045036-00000000")), "{:?}", newest());
     }
 }

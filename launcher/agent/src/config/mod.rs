@@ -11,7 +11,7 @@ pub mod keys;
 mod overrides;
 
 use std::io::{self, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
 use xlaunch_spec::job::{ALTERNATIVE_KEYS, JobSpec};
@@ -42,7 +42,10 @@ pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> 
     let text = read(path).map_err(|error| ConfigError::unreadable(path, &error))?;
     let Loaded { spec, warnings, sources } = parse(path, &text, overrides)?;
     let here = std::env::current_dir().map_err(|error| ConfigError::unreadable(Path::new("."), &error))?;
-    let spec = resolve(spec, &sources, &here, std::env::home_dir().as_deref());
+    let spec = resolve(spec, &sources, &here, std::env::home_dir().as_deref()).map_err(|path| {
+        let problem = io::Error::new(io::ErrorKind::InvalidFilename, "the path is not valid UTF-8");
+        ConfigError::unreadable(&path, &problem).and("rename the directory, or start xlaunch in another one")
+    })?;
     Ok(Loaded { spec, warnings, sources })
 }
 
@@ -198,37 +201,47 @@ fn value(text: &str) -> Value {
 }
 
 /// Makes paths absolute, and names a job without a name after the file.
-fn resolve(mut spec: JobSpec, sources: &Sources, here: &Path, home: Option<&Path>) -> JobSpec {
+///
+/// # Errors
+/// An absolute path that is not UTF-8: the description of a job is text, which would name another file.
+fn resolve(
+    mut spec: JobSpec,
+    sources: &Sources,
+    here: &Path,
+    home: Option<&Path>,
+) -> Result<JobSpec, PathBuf> {
     let path = &sources.path;
     let config_dir = here.join(path).parent().map_or_else(|| here.to_path_buf(), Path::to_path_buf);
     let absolute = |base: &Path, path: &str| {
         // An address on the network is refused by its name later.
         if path.contains("://") {
-            return path.to_owned();
+            return Ok(path.to_owned());
         }
         let path = match (path.strip_prefix("~/"), home) {
             (Some(rest), Some(home)) => home.join(rest),
             _ => base.join(path),
         };
-        normalize(&path).to_string_lossy().into_owned()
+        normalize(&path).into_os_string().into_string().map_err(PathBuf::from)
     };
     for (key, data) in [("data.train", &mut spec.data.train), ("data.val", &mut spec.data.val)] {
         let is_overridden = sources.overrides.iter().any(|change| change.key == key);
         let base = if is_overridden { here } else { &config_dir };
-        data.iter_mut().for_each(|source| source.path = absolute(base, &source.path));
+        for source in data {
+            source.path = absolute(base, &source.path)?;
+        }
     }
-    spec.job.output = absolute(here, &spec.job.output);
+    spec.job.output = absolute(here, &spec.job.output)?;
     for path in spec.checkpoint.dir.iter_mut().chain(&mut spec.checkpoint.init) {
-        *path = absolute(here, path);
+        *path = absolute(here, path)?;
     }
     if spec.checkpoint.resume_path().is_some() {
-        spec.checkpoint.resume = absolute(here, &spec.checkpoint.resume);
+        spec.checkpoint.resume = absolute(here, &spec.checkpoint.resume)?;
     }
     if spec.job.name.is_empty() {
         spec.job.name =
             path.file_stem().map_or_else(|| "job".into(), |stem| stem.to_string_lossy().into_owned());
     }
-    spec
+    Ok(spec)
 }
 
 #[cfg(test)]
@@ -248,6 +261,18 @@ mod tests {
             format!("{text}{flags}=>\n{found}\n")
         };
         wrong.into_iter().map(message).collect::<Vec<_>>().join("\n")
+    }
+
+    #[test]
+    fn path_that_is_no_text_is_refused_where_it_would_be_used() {
+        use std::os::unix::ffi::OsStrExt;
+        let here = Path::new(std::ffi::OsStr::from_bytes(b"/caf\xe9"));
+        let resolved = |text: &str| {
+            let Loaded { spec, sources, .. } = parse(Path::new("/a.toml"), text, &[]).unwrap();
+            resolve(spec, &sources, here, None)
+        };
+        assert_eq!(resolved("").unwrap_err(), here.join("runs"));
+        assert_eq!(resolved("[job]\noutput = \"/out\"\n").unwrap().job.output, "/out");
     }
 
     #[test]
@@ -455,7 +480,7 @@ mod tests {
         let path = Path::new("deploy/tiny.toml");
         let resolved_with = |text: &str, overrides: &[Override]| {
             let Loaded { spec, sources, .. } = parse(path, text, overrides).unwrap();
-            resolve(spec, &sources, Path::new("/home/me"), Some(Path::new("/root")))
+            resolve(spec, &sources, Path::new("/home/me"), Some(Path::new("/root"))).unwrap()
         };
         let resolved = |text: &str| resolved_with(text, &[]);
         let spec = resolved(text);

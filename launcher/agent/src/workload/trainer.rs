@@ -241,7 +241,7 @@ impl<'a> TrainerWorkload<'a> {
 }
 
 /// The signals that stop the job when xlaunch receives them.
-pub const STOP_SIGNALS: [Signal; 3] = [Signal::INT, Signal::TERM, Signal::HUP];
+pub const STOP_SIGNALS: [Signal; 4] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT];
 
 /// Describes a launch that has no run yet.
 pub fn launch(spec: &JobSpec) -> board::Launch {

@@ -30,7 +30,8 @@ const REAPER_IGNORES: [i32; 9] = [
 ];
 
 /// Signals that the trainer's workers ignore: they stop a job or announce its end, which is up to the agent.
-const JOB_SIGNALS: [i32; 5] = [libc::SIGHUP, libc::SIGINT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2];
+const JOB_SIGNALS: [i32; 6] =
+    [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2];
 
 /// Descriptors below this number are marked one by one if the kernel cannot mark a range.
 const MAX_MARKED_FD: libc::c_int = 4096;

@@ -276,7 +276,7 @@ async fn ignored(stage: &Stage, dir: &Path) {
         // If the tests run in the background of a shell, they inherit other ignored signals.
         let ignores = |signal: Signal| mask >> (signal.as_raw() - 1) & 1 == 1;
         assert_eq!(ignores(Signal::USR2), leave_signals_to_agent, "{text}");
-        for signal in [Signal::HUP, Signal::INT, Signal::TERM, Signal::USR1] {
+        for signal in [Signal::HUP, Signal::INT, Signal::QUIT, Signal::TERM, Signal::USR1] {
             assert!(ignores(signal) || !leave_signals_to_agent, "{text}");
         }
     }

@@ -232,6 +232,9 @@ fn ready(
     } else {
         create(&spec, &group.run_id, group.entry.take())?
     };
+    if group.first.node_rank == 0 {
+        run.without_link().iter().for_each(|warning| print_line(format_args!("warning: {warning}")));
+    }
     note.iter().for_each(|note| notify(note));
     Ok(Ready { spec, checks, run, buffers, parent, parent_dir })
 }
