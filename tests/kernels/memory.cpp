@@ -52,6 +52,12 @@ void discard(uintptr_t address, size_t size) {
     madvise(arena.cells + offset / 2, size / 2 * sizeof(Cell), MADV_DONTNEED);
 }
 
+// Makes the pages of cells that kernels will use. A page that is first read is one of zeros for all, and the write that
+// follows would interrupt all cores. Fails on an old system, where pages are made on their first use.
+void make_cells(uintptr_t address, size_t size) {
+    (void)madvise(cell_of(address), size / 2 * sizeof(Cell), MADV_POPULATE_WRITE);
+}
+
 // Ends the allocation at this address. Returns its size, or 0 if there is none.
 size_t end_allocation(uintptr_t address) {
     auto found = allocations.find(address);
@@ -115,7 +121,10 @@ uintptr_t allocate(size_t bytes) {
     if (allocated_bytes() + bytes > TOTAL_BYTES) return 0;
     size_t size = range_for(bytes);
     uintptr_t address = take_kept(size);
-    if (!address) address = reserve(size);
+    if (!address) {
+        address = reserve(size);
+        if (address && size <= LARGEST_KEPT) make_cells(address, size);
+    }
     if (address) map(address, bytes);
     return address;
 }

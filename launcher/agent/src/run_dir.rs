@@ -201,8 +201,8 @@ impl RunDir {
         let latest = self.path.parent()?.join(LATEST);
         let problem = match fs_err::symlink_metadata(&latest) {
             Ok(found) if found.is_symlink() => return None,
-            Ok(_) => "is not a link, as in a copy made without links, and stays as it is: remove it",
-            Err(_) => "cannot be made here: the file system has no links",
+            Ok(_) => "is not the link to the newest run, but a copy of a run: remove it",
+            Err(_) => "cannot be made: the file system has no links",
         };
         Some(format!("{} {problem}; this run is in {}", latest.display(), self.path.display()))
     }
@@ -296,7 +296,7 @@ mod tests {
         fs_err::create_dir(&latest).unwrap();
         let run = RunDir::create(&spec, "b", None).unwrap();
         let problem = run.without_link().unwrap();
-        assert!(problem.contains("n/latest is not a link") && problem.ends_with("n/b"), "{problem}");
+        assert!(problem.contains("n/latest is not the link") && problem.ends_with("n/b"), "{problem}");
         let mut names: Vec<_> =
             fs_err::read_dir(dir.path().join("n")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         names.sort();

@@ -43,8 +43,7 @@ pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> 
     let Loaded { spec, warnings, sources } = parse(path, &text, overrides)?;
     let here = std::env::current_dir().map_err(|error| ConfigError::unreadable(Path::new("."), &error))?;
     let spec = resolve(spec, &sources, &here, std::env::home_dir().as_deref()).map_err(|path| {
-        let problem = io::Error::new(io::ErrorKind::InvalidFilename, "the path is not valid UTF-8");
-        ConfigError::unreadable(&path, &problem).and("rename the directory, or start xlaunch in another one")
+        ConfigError::value(&path.display().to_string(), "the path is not UTF-8", "directories named in UTF-8")
     })?;
     Ok(Loaded { spec, warnings, sources })
 }
