@@ -118,6 +118,14 @@ pub enum ManifestError {
         Manifest::FILE
     )]
     Missing { dir: PathBuf },
+    /// The new data is complete, but has not replaced all of the old data.
+    #[error(
+        "{dir} has no {}: `xlaunch data prepare --overwrite` was interrupted while it replaced the data; \
+         run `xlaunch data prepare` with `--output {dir}` again, which finishes that first",
+        Manifest::FILE,
+        dir = dir.display()
+    )]
+    ReplacementInterrupted { dir: PathBuf },
     #[error("failed to read {}: {reason}", path.display())]
     Read { path: PathBuf, reason: String },
     #[error(
@@ -148,6 +156,9 @@ impl Manifest {
     pub fn read(dir: &Path) -> Result<Self, ManifestError> {
         let path = dir.join(Self::FILE);
         let json = crate::read_regular(&path, MAX_BYTES).map_err(|error| match error.kind() {
+            ErrorKind::NotFound if has_replacement(dir) => {
+                ManifestError::ReplacementInterrupted { dir: dir.into() }
+            }
             ErrorKind::NotFound => ManifestError::Missing { dir: dir.into() },
             ErrorKind::FileTooLarge => {
                 ManifestError::Damaged { path: path.clone(), reason: error.to_string() }
@@ -226,6 +237,14 @@ impl Manifest {
         }
         Ok(())
     }
+}
+
+/// Subdirectory for data that will replace complete data. Its own manifest is written last.
+pub(crate) const REPLACEMENT: &str = ".prepare.new";
+
+/// Returns whether all of the data that will replace the data in `dir` has been written.
+pub(crate) fn has_replacement(dir: &Path) -> bool {
+    dir.join(REPLACEMENT).join(Manifest::FILE).exists()
 }
 
 /// Names of shards: prefix, six or more digits, [`SHARD_SUFFIX`].

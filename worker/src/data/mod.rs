@@ -71,6 +71,8 @@ pub enum DataError {
     Changed { before: String, now: String },
     #[error("{key}: {source}; prepare it, or name files, such as `DIR/*.txt`")]
     NotPrepared { key: &'static str, source: ManifestError },
+    #[error("{key}: {source}")]
+    ReplacementInterrupted { key: &'static str, source: ManifestError },
     #[error("{key}: the directory {} must be the only entry", dir.display())]
     SeveralSources { key: &'static str, dir: PathBuf },
     #[error(

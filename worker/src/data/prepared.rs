@@ -5,7 +5,9 @@
 
 use std::path::{Path, PathBuf};
 
-use xlaunch_data::{Chat, MAX_TOKENIZER_BYTES, Manifest, Split, TOKENIZER_FILE, Tokenizer, read_regular};
+use xlaunch_data::{
+    Chat, MAX_TOKENIZER_BYTES, Manifest, ManifestError, Split, TOKENIZER_FILE, Tokenizer, read_regular,
+};
 use xlaunch_spec::job::{DataSource, DocumentMode, Invalid, JobSpec};
 
 use super::{DataError, Tokens, source};
@@ -57,7 +59,10 @@ impl Prepared {
     /// Opens a prepared directory.
     pub(crate) fn open(key: &'static str, dir: &str, weight: f64) -> Result<Self, DataError> {
         let manifest = Manifest::read(Path::new(dir));
-        let manifest = manifest.map_err(|source| DataError::NotPrepared { key, source })?;
+        let manifest = manifest.map_err(|source| match source {
+            ManifestError::ReplacementInterrupted { .. } => DataError::ReplacementInterrupted { key, source },
+            _ => DataError::NotPrepared { key, source },
+        })?;
         Ok(Self { key, dir: dir.into(), weight, manifest })
     }
 

@@ -94,7 +94,9 @@ pub fn inspect(path: &Path) -> Result<Report, PrepareError> {
 
 fn directory(dir: &Path) -> Result<Report, PrepareError> {
     let manifest = Manifest::read(dir).map_err(|error| match error {
-        ManifestError::Missing { .. } | ManifestError::Read { .. } => PrepareError::Usage(error.to_string()),
+        ManifestError::Missing { .. }
+        | ManifestError::ReplacementInterrupted { .. }
+        | ManifestError::Read { .. } => PrepareError::Usage(error.to_string()),
         ManifestError::Version { .. } | ManifestError::Damaged { .. } => {
             PrepareError::Data(error.to_string())
         }

@@ -139,8 +139,13 @@ pub struct Progress {
     pub tokens: u64,
 }
 
-/// Writes the directory. If that fails, removes the written files; existing data that was to be replaced stays.
+/// Writes the directory. If that fails, removes the written files, and existing data that was to be replaced stays. If
+/// it fails while the new data replaces the existing data, the next preparation finishes the replacement.
 pub fn prepare(options: &Options, report: &mut dyn FnMut(Event)) -> Result<Manifest, PrepareError> {
+    if output::finish_replacement(&options.output)? {
+        let dir = options.output.display();
+        report(Event::Note(format!("finished replacing the data in {dir}, which had been interrupted")));
+    }
     check(options)?;
     // Find the inputs first: a mistyped input must not destroy the data that is to be replaced.
     let inputs = inputs::find(&options.inputs, &output::resolved(&options.output))?;

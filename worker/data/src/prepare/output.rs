@@ -3,10 +3,12 @@
 //! ```text
 //! empty or new --claim--> lock file --> shards, tokenizer.json ... --complete--> manifest.json, no lock file
 //! ```
-//! - A directory with a manifest is complete. It is replaced only on request, and only when all of the new data has
-//!   been written to a subdirectory. Its manifest is removed first.
-//! - A directory with a lock file and no manifest was interrupted, or is being written by the process that holds the
-//!   lock.
+//! - A directory with a manifest is complete. It is replaced only on request, and only when all of the new data,
+//!   including its manifest, has been written to a subdirectory. See [`Step`] for the replacement.
+//! - A subdirectory with a manifest holds new data that is complete, apart from files that have been moved to the
+//!   directory already. If the process that wrote it is gone, the next preparation first finishes the replacement.
+//! - Any other directory with a lock file and no manifest was interrupted, or is being written by the process that
+//!   holds the lock.
 //! - A directory with anything else is not touched, and only files with these names are ever deleted.
 
 use std::fs::{File, OpenOptions};
@@ -19,20 +21,20 @@ use rustix::io::Errno;
 use super::PrepareError;
 use crate::TOKENIZER_FILE;
 use crate::chat::{CONFIG_FILE, TEMPLATE_FILE};
-use crate::manifest::{Manifest, Split, TRAIN_PREFIX, VAL_PREFIX, is_shard_name, is_side_name};
+use crate::manifest::{
+    Manifest, REPLACEMENT, Split, TRAIN_PREFIX, VAL_PREFIX, has_replacement, is_shard_name, is_side_name,
+};
 use crate::prepare::Options;
 
 const LOCK_FILE: &str = ".prepare.lock";
 const UNFINISHED_MANIFEST: &str = ".manifest.json.tmp";
-/// Subdirectory for data that will replace complete data.
-const REPLACEMENT: &str = ".prepare.new";
 
 /// A directory to which only this process writes.
 #[derive(Debug)]
 pub(super) struct Output {
     dir: PathBuf,
-    /// Names of the files that are replaced; empty if there is no complete data.
-    replaced: Vec<String>,
+    /// True if the directory contains complete data.
+    replaces: bool,
     /// True if this process made the directory.
     created: bool,
     /// Locked until the process ends.
@@ -52,26 +54,25 @@ impl Output {
         let lock = lock(&dir)?;
         // Another process may have been faster.
         let present = survey(&dir, true, overwrite)?;
-        if before.is_empty() && !present.is_empty() && !interrupted {
+        if has_replacement(&dir) || before.is_empty() && !present.is_empty() && !interrupted {
             return Err(in_use(&dir));
         }
         let replacement = dir.join(REPLACEMENT);
         if replacement.exists() {
             std::fs::remove_dir_all(&replacement).map_err(failed)?;
         }
-        let replaced = if present.iter().any(|name| name == Manifest::FILE) {
+        let replaces = present.iter().any(|name| name == Manifest::FILE);
+        if replaces {
             std::fs::create_dir(&replacement).map_err(failed)?;
-            present
         } else {
-            remove_all(&dir, &present)?;
-            Vec::new()
-        };
-        Ok(Self { dir, replaced, created, _lock: lock })
+            present.iter().try_for_each(|name| remove(&dir, name))?;
+        }
+        Ok(Self { dir, replaces, created, _lock: lock })
     }
 
     /// Returns the directory for the new data.
     pub(super) fn dir(&self) -> PathBuf {
-        if self.replaced.is_empty() { self.dir.clone() } else { self.dir.join(REPLACEMENT) }
+        if self.replaces { self.dir.join(REPLACEMENT) } else { self.dir.clone() }
     }
 
     /// Makes the written data valid: the manifest appears last.
@@ -82,41 +83,31 @@ impl Output {
             write_synced(&written.join(name), contents.as_bytes())?;
         }
         sync(&written)?;
-        if written != *dir {
-            self.replace(&written)?;
-        }
         let json = serde_json::to_string_pretty(manifest)
             .map_err(|error| PrepareError::Internal(error.to_string()))?;
-        let unfinished = dir.join(UNFINISHED_MANIFEST);
+        let unfinished = written.join(UNFINISHED_MANIFEST);
         write_synced(&unfinished, format!("{json}\n").as_bytes())?;
-        let path = dir.join(Manifest::FILE);
+        let path = written.join(Manifest::FILE);
         std::fs::rename(unfinished, &path).map_err(|error| PrepareError::write(&path, &error))?;
-        sync(dir)?;
+        sync(&written)?;
+        if self.replaces {
+            replace(dir)?;
+        }
         remove(dir, LOCK_FILE)
     }
 
-    /// Replaces the old data with the new. In the meantime there is no manifest, so the directory is incomplete.
-    fn replace(&self, written: &Path) -> Result<(), PrepareError> {
-        remove_all(&self.dir, &self.replaced)?;
-        let moved = |error: io::Error| PrepareError::write(&self.dir, &error);
-        for entry in std::fs::read_dir(written).map_err(moved)? {
-            let name = entry.map_err(moved)?.file_name();
-            std::fs::rename(written.join(&name), self.dir.join(&name)).map_err(moved)?;
-        }
-        std::fs::remove_dir(written).map_err(moved)?;
-        sync(&self.dir)
-    }
-
-    /// Removes the files that this process has written. A file that cannot be removed is harmless: without a manifest
-    /// the data is not accepted.
+    /// Removes the files that this process has written, unless they have begun to replace others. A file that cannot
+    /// be removed is harmless: without a manifest the data is not accepted.
     pub(super) fn abandon(&self) {
-        let (written, manifest) = (self.dir(), self.dir.join(Manifest::FILE));
-        if written != self.dir {
-            let _ = std::fs::remove_dir_all(&written);
+        let manifest = self.dir.join(Manifest::FILE);
+        if self.replaces {
+            // Without the manifest of the old data, its other files may be gone as well: the next preparation finishes
+            // the replacement.
             if manifest.exists() {
+                self.discard_replacement();
                 let _ = std::fs::remove_file(self.dir.join(LOCK_FILE));
-                return;
             }
+            return;
         }
         let _ = std::fs::remove_file(manifest);
         for entry in std::fs::read_dir(&self.dir).into_iter().flatten().flatten() {
@@ -129,6 +120,101 @@ impl Output {
             let _ = std::fs::remove_dir(&self.dir);
         }
     }
+
+    /// Removes the new data, starting with its manifest: an incomplete replacement must never be finished.
+    fn discard_replacement(&self) {
+        let replacement = self.dir.join(REPLACEMENT);
+        let _ = std::fs::remove_file(replacement.join(Manifest::FILE));
+        if !has_replacement(&self.dir) {
+            let _ = std::fs::remove_dir_all(replacement);
+        }
+    }
+}
+
+/// Finishes a replacement that was interrupted. Returns whether there was one.
+pub(super) fn finish_replacement(dir: &Path) -> Result<bool, PrepareError> {
+    if !has_replacement(dir) {
+        return Ok(false);
+    }
+    let _lock = lock(dir)?;
+    // Another process may have been faster.
+    let interrupted = has_replacement(dir);
+    if interrupted {
+        replace(dir)?;
+    }
+    remove(dir, LOCK_FILE)?;
+    Ok(interrupted)
+}
+
+/// Replaces the data in `dir` with the complete data in its subdirectory.
+fn replace(dir: &Path) -> Result<(), PrepareError> {
+    replacement_steps(dir)?.iter().try_for_each(|step| step.apply(dir))
+}
+
+/// A step of replacing the data in a directory with the complete data in its subdirectory.
+///
+/// A replacement can stop before any step and be finished later, because the files show how far it got:
+/// ```text
+/// remove the old manifest, then all other old files --> move tokenizer.json, then all other new files
+///     --> move the new manifest --> remove the subdirectory
+/// ```
+/// As long as the subdirectory contains `tokenizer.json`, which all data has, all files in the directory are old.
+/// After that they are new.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Remove a file of the old data.
+    Remove(String),
+    /// Make all steps so far durable.
+    Sync,
+    /// Move a file of the new data to the directory.
+    Move(String),
+    /// Remove the empty subdirectory.
+    RemoveSubdirectory,
+}
+
+impl Step {
+    pub(super) fn apply(&self, dir: &Path) -> Result<(), PrepareError> {
+        let written = dir.join(REPLACEMENT);
+        let failed = |error: io::Error| PrepareError::write(dir, &error);
+        match self {
+            Self::Remove(name) => remove(dir, name),
+            Self::Sync => sync(dir),
+            Self::Move(name) => std::fs::rename(written.join(name), dir.join(name)).map_err(failed),
+            Self::RemoveSubdirectory => std::fs::remove_dir(written).map_err(failed),
+        }
+    }
+}
+
+/// Returns the steps that are left to replace the data in `dir`.
+pub(super) fn replacement_steps(dir: &Path) -> Result<Vec<Step>, PrepareError> {
+    let present = names(dir)?.into_iter().filter(|name| is_ours(name) && name != LOCK_FILE).collect();
+    Ok(steps(present, names(&dir.join(REPLACEMENT))?))
+}
+
+/// Orders the steps that replace the data. `present` and `new` are the names of the files in the directory and in its
+/// subdirectory.
+fn steps(present: Vec<String>, new: Vec<String>) -> Vec<Step> {
+    let old = if new.iter().any(|name| name == TOKENIZER_FILE) { present } else { Vec::new() };
+    let (old_manifest, old): (Vec<_>, Vec<_>) = old.into_iter().partition(|name| name == Manifest::FILE);
+    let (new_manifest, mut new): (Vec<_>, Vec<_>) = new.into_iter().partition(|name| name == Manifest::FILE);
+    new.sort_by_key(|name| name != TOKENIZER_FILE);
+    let remove = |names: Vec<String>| names.into_iter().map(Step::Remove).chain([Step::Sync]);
+    let moved = |names: Vec<String>| names.into_iter().map(Step::Move).chain([Step::Sync]);
+    let steps = [Step::Sync].into_iter().chain(remove(old_manifest)).chain(remove(old));
+    steps.chain(moved(new)).chain(moved(new_manifest)).chain([Step::RemoveSubdirectory]).collect()
+}
+
+/// Returns the names of the files in a directory.
+fn names(dir: &Path) -> Result<Vec<String>, PrepareError> {
+    let failed = |error: io::Error| PrepareError::read(dir.display(), &error);
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        if entry.file_type().map_err(failed)?.is_file() {
+            names.extend(entry.file_name().into_string());
+        }
+    }
+    Ok(names)
 }
 
 /// Resolves a directory that is named by a symbolic link.
@@ -232,15 +318,6 @@ fn write_synced(path: &Path, contents: &[u8]) -> Result<(), PrepareError> {
         file.sync_all()
     };
     write().map_err(|error| PrepareError::write(path, &error))
-}
-
-/// Removes these files, starting with the manifest: from then on the directory is incomplete.
-fn remove_all(dir: &Path, names: &[String]) -> Result<(), PrepareError> {
-    for name in names.iter().filter(|name| *name == Manifest::FILE) {
-        remove(dir, name)?;
-        sync(dir)?;
-    }
-    names.iter().filter(|name| *name != Manifest::FILE).try_for_each(|name| remove(dir, name))
 }
 
 fn remove(dir: &Path, name: &str) -> Result<(), PrepareError> {

@@ -372,6 +372,76 @@ fn only_prepared_directories_are_replaced() {
 }
 
 #[test]
+fn interrupted_replacement_is_finished_by_the_next_preparation() {
+    for done in 0.. {
+        // Old data has more shards than the new.
+        let mut prepared = Prepared::new(Tokenizer::bytes()).with("a", "old text").with("b", "new");
+        let out = prepared.options.output.clone();
+        prepared.options.shard_tokens = 2;
+        let inputs = [prepared.options.inputs.remove(0), prepared.options.inputs.remove(0)];
+        prepared.options.inputs = vec![inputs[0].clone()];
+        prepared.run().unwrap();
+        // Chats have more files.
+        fs_err::write(out.join("chat_template.jinja"), "old").unwrap();
+        prepared.options.inputs = vec![inputs[1].clone()];
+        prepared.options.output = prepared.dir.path().join("new");
+        prepared.run().unwrap();
+        let new = prepared.files();
+        fs_err::rename(&prepared.options.output, out.join(".prepare.new")).unwrap();
+        fs_err::write(out.join(".prepare.lock"), "").unwrap();
+        prepared.options.output.clone_from(&out);
+        let steps = output::replacement_steps(&out).unwrap();
+        if done > steps.len() {
+            assert!(done > 15, "{steps:?}");
+            break;
+        }
+        steps[..done].iter().for_each(|step| step.apply(&out).unwrap());
+        if let Err(error) = Manifest::read(&out) {
+            let error = error.to_string();
+            assert!(error.contains("was interrupted while it replaced the data; run `xlaunch"), "{error}");
+            // A mistake in the options does not matter.
+            prepared.options.inputs = vec!["/nonexistent".into()];
+            prepared.run().unwrap_err();
+            assert!(prepared.files() == new, "stopped after {:?}", &steps[..done]);
+        }
+        prepared.options.inputs = vec![inputs[1].clone()];
+        assert!(prepared.run().unwrap_err().to_string().contains("replace it with --overwrite"));
+        for (name, contents) in &new {
+            let found = fs_err::read(out.join(name)).unwrap();
+            assert!(found == *contents, "{name}, stopped after {:?}", &steps[..done]);
+        }
+        prepared.options.overwrite = true;
+        prepared.run().unwrap();
+        assert!(prepared.files() == new);
+    }
+}
+
+#[test]
+fn replacement_that_fails_is_finished_by_the_next_preparation() {
+    let mut prepared = Prepared::new(Tokenizer::bytes()).with("a", "old");
+    let out = prepared.options.output.clone();
+    prepared.run().unwrap();
+    let before = prepared.files();
+    prepared = prepared.with("b", "new text");
+    prepared.options.shard_tokens = 4;
+    prepared.options.overwrite = true;
+    // A directory in the place of a new file.
+    let obstacle = out.join("train_000002.bin");
+    let error = prepare(&prepared.options, &mut |_| {
+        let _ = fs_err::create_dir(&obstacle);
+    });
+    assert!(error.unwrap_err().to_string().contains("failed to write"));
+    assert!(prepared.run().unwrap_err().to_string().contains("failed to write"));
+    fs_err::remove_dir(&obstacle).unwrap();
+    prepared.options.overwrite = false;
+    let error = prepared.run().unwrap_err().to_string();
+    assert!(error.contains("replace it with --overwrite"), "{error}");
+    let manifest = Manifest::read(&out).unwrap();
+    assert_eq!(prepared.ids(&manifest.train), b"oldnew text".map(u32::from));
+    assert!(prepared.files() != before);
+}
+
+#[test]
 fn leftovers_of_an_interrupted_preparation_are_replaced() {
     let prepared = Prepared::new(Tokenizer::bytes()).with("a", "text");
     let out = &prepared.options.output;
