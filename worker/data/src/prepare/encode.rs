@@ -198,8 +198,10 @@ impl Encoder {
         let end = text.rfind(" at line ").unwrap_or(text.len());
         let column = error.column();
         let format = if matches!(form, Form::Json) { "JSONL" } else { "JSON" };
+        let is_array = matches!(form, Form::Json) && line.trim_start().starts_with('[');
+        let named = if is_array { "\nhelp: if the whole file is a JSON array, name it `.json`" } else { "" };
         let Some(before) = column.checked_sub(1) else {
-            return format!("not valid {format}: {}", &text[..end]);
+            return format!("not valid {format}: {}{named}", &text[..end]);
         };
         let place = match form {
             Form::Json => format!("column {column}"),
@@ -210,7 +212,7 @@ impl Encoder {
         let help = if rest.starts_with(b"NaN") || rest.starts_with(b"Infinity") {
             "\nhelp: NaN and Infinity are not JSON: write null in their place"
         } else {
-            ""
+            named
         };
         format!("not valid {format}: {} at {place}{help}", &text[..end])
     }

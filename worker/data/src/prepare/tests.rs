@@ -233,6 +233,7 @@ fn wrong_text_is_refused_with_its_place() {
         ("{\"text\": \"a\"", "a.jsonl:3: not valid JSONL: EOF"),
         ("{\"text\": 5}", "a.jsonl:3: not valid JSONL: invalid type: integer `5`, expected a string"),
         ("[1]", "a.jsonl:3: not valid JSONL: invalid type: sequence, expected an object"),
+        (" [{\"text\": \"a\"},", "\nhelp: if the whole file is a JSON array, name it `.json`"),
         ("{\"a\": 1}", "a.jsonl:3: the object has no field `text`"),
         ("{\"text\": \"a\"} {}", "a.jsonl:3: not valid JSONL: trailing characters"),
         (
