@@ -212,7 +212,7 @@ fn read(file: &Path, must_exist: bool) -> Result<DaemonConfig, ConfigError> {
         return Err(ConfigError::unreadable(file, &error));
     }
     match config::read(file) {
-        Ok(text) => parse(file, &text),
+        Ok(bytes) => parse(file, &config::decode(file, bytes)?),
         Err(error) if error.kind() == io::ErrorKind::NotFound && !must_exist => Ok(DaemonConfig::default()),
         Err(error) => Err(ConfigError::unreadable(file, &error)),
     }

@@ -47,6 +47,14 @@ impl ConfigError {
         }
     }
 
+    /// Error for a file that is not UTF-8.
+    pub(super) fn not_utf8(path: &Path, error: &std::string::FromUtf8Error) -> Self {
+        let text = String::from_utf8_lossy(error.as_bytes());
+        let at = error.utf8_error().valid_up_to();
+        let span = at..at + char::REPLACEMENT_CHARACTER.len_utf8();
+        Self::at(path, &text, span, "not valid UTF-8".into(), "save the file as UTF-8".into())
+    }
+
     /// Error for a value that did not come from the file.
     pub fn value(source: &str, problem: &str, expected: &str) -> Self {
         let help =
@@ -223,6 +231,14 @@ fn snippet(text: &str, number: usize, span: &Range<usize>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn byte_that_is_not_utf8_is_underlined() {
+        let latin1 = String::from_utf8(b"[job]\nname = \"caf\xe9\"\n".to_vec()).unwrap_err();
+        let error = ConfigError::not_utf8(Path::new("train.toml"), &latin1);
+        assert_eq!(error.to_string(), "train.toml:2:12: not valid UTF-8; save the file as UTF-8");
+        assert_eq!(error.snippet, "  |\n2 | name = \"caf\u{fffd}\"\n  |            ^");
+    }
 
     #[test]
     fn offending_value_is_underlined() {

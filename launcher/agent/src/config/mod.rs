@@ -39,7 +39,8 @@ pub struct Loaded {
 /// # Errors
 /// The file cannot be read or parsed, or a key or value is invalid.
 pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> {
-    let text = read(path).map_err(|error| ConfigError::unreadable(path, &error))?;
+    let bytes = read(path).map_err(|error| ConfigError::unreadable(path, &error))?;
+    let text = decode(path, bytes)?;
     let Loaded { spec, warnings, sources } = parse(path, &text, overrides)?;
     let here = std::env::current_dir().map_err(|error| ConfigError::unreadable(Path::new("."), &error))?;
     let spec = resolve(spec, &sources, &here, std::env::home_dir().as_deref()).map_err(|path| {
@@ -48,15 +49,23 @@ pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> 
     Ok(Loaded { spec, warnings, sources })
 }
 
-/// Reads the text of a configuration file, which may be a pipe.
-pub fn read(path: &Path) -> io::Result<String> {
-    let mut text = String::new();
-    fs_err::File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > MAX_FILE_BYTES {
+/// Reads a configuration file, which may be a pipe.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    fs_err::File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
         let problem = format!("{} has more than {MAX_FILE_BYTES} bytes", path.display());
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
     }
-    Ok(text)
+    Ok(bytes)
+}
+
+/// Returns the text of a configuration file.
+///
+/// # Errors
+/// The place of the first byte that is not UTF-8.
+pub fn decode(path: &Path, bytes: Vec<u8>) -> Result<String, ConfigError> {
+    String::from_utf8(bytes).map_err(|error| ConfigError::not_utf8(path, &error))
 }
 
 /// [`load`] without file system access: paths stay relative.
