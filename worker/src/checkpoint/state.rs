@@ -272,7 +272,11 @@ fn compare(section: &str, saved: &serde_json::Value, new: &serde_json::Value, ch
             continue;
         }
         if let Some(old) = saved.get(key).filter(|old| *old != value) {
-            changes.push(format!("{name} was {old}, is now {value}"));
+            changes.push(match (old.is_null(), value.is_null()) {
+                (true, _) => format!("{name} was not set, is now {value}"),
+                (_, true) => format!("{name} was {old}, is no longer set"),
+                _ => format!("{name} was {old}, is now {value}"),
+            });
         }
     }
 }
@@ -333,6 +337,12 @@ mod tests {
         assert_eq!(others(|spec| spec.lr_scale.head = 0.0), "lr_scale.head was 1.0, is now 0.0");
         assert_eq!(others(|spec| spec.train.eval_every = 7), "train.eval_every was 250, is now 7");
         assert_eq!(others(|spec| spec.train.eval_tokens = 9), "train.eval_tokens was 0, is now 9");
+        let epochs = others(|spec| spec.train.epochs = Some(8.0));
+        assert!(epochs.starts_with("train.epochs was not set, is now 8.0"), "{epochs}");
+        let with_epochs =
+            JobSpec { train: TrainSection { epochs: Some(8.0), ..spec.train.clone() }, ..spec.clone() };
+        let changes = state(&with_epochs).changes(&spec, 2, &data);
+        assert!(changes.others.contains(&"train.epochs was 8.0, is no longer set".into()), "{changes:?}");
         assert!(others(|spec| spec.train.warmup = Some(9)).starts_with("train.warmup was 5, is now 9"));
         assert_eq!(others(|spec| (spec.train.warmup, spec.train.sample) = (Some(5), 0)), "");
 
