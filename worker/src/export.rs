@@ -91,7 +91,7 @@ fn export_checkpoint(options: &Export, path: &Path, max_file_bytes: u64) -> Resu
         .model
         .check()
         .map_err(|invalid| CheckpointError::Damaged { path: path.into(), reason: invalid.to_string() })?;
-    check_content(path, &state, options.content)?;
+    check_content(path, state.adapted.as_ref(), options.content)?;
     let trained = checkpoint::tokenizer(path)?;
     let tokenizer = match &options.tokenizer {
         Some(name) => Some(named_tokenizer(name, trained.as_ref())?),
@@ -155,8 +155,8 @@ fn refuse_exported(path: &Path) -> Result<()> {
 }
 
 /// Requires that a checkpoint has the content to export.
-fn check_content(path: &Path, state: &State, content: Content) -> Result<()> {
-    let difference = match (&state.adapted, content) {
+fn check_content(path: &Path, adapted: Option<&Adapted>, content: Content) -> Result<()> {
+    let difference = match (adapted, content) {
         (None, Content::Adapter | Content::Merged) => {
             "it has all weights of a model, no adapters; leave out `--adapter` and `--merge`".into()
         }
@@ -166,7 +166,7 @@ fn check_content(path: &Path, state: &State, content: Content) -> Result<()> {
         ),
         _ => return Ok(()),
     };
-    Err(ModelError::Output { path: path.into(), reason: difference }.into())
+    Err(ModelError::Content { path: path.into(), reason: difference }.into())
 }
 
 /// Exports the adapters of a checkpoint with these files. Returns the size of the weights in bytes.
@@ -243,5 +243,29 @@ fn named_tokenizer(name: &str, trained: Option<&Tokenizer>) -> std::result::Resu
                 describe(trained)
             ),
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_spec::job::LoraSection;
+
+    use super::*;
+    use crate::checkpoint::Frozen;
+
+    #[test]
+    fn checkpoint_without_the_content_to_export_is_named_as_the_source() {
+        let frozen = Frozen { path: "base".into(), hash: String::new() };
+        let adapted = Adapted { lora: LoraSection::default(), frozen };
+        let refused = |adapted, content| {
+            check_content(Path::new("runs/lm/a"), adapted, content).unwrap_err().to_string()
+        };
+        let adapters = refused(Some(&adapted), Content::Model);
+        assert!(
+            adapters.starts_with("cannot export runs/lm/a: it has adapters (LoRA) of base"),
+            "{adapters}"
+        );
+        let weights = refused(None, Content::Adapter);
+        assert!(weights.starts_with("cannot export runs/lm/a: it has all weights of a model"), "{weights}");
     }
 }

@@ -73,6 +73,8 @@ pub enum ModelError {
     Write { path: PathBuf, reason: String },
     #[error("cannot export to {}: {reason}", path.display())]
     Output { path: PathBuf, reason: String },
+    #[error("cannot export {}: {reason}", path.display())]
+    Content { path: PathBuf, reason: String },
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error("tokenizer {name}: {reason}")]
@@ -83,7 +85,7 @@ impl ModelError {
     /// Returns the exit code of a command that fails with this error.
     pub fn exit(&self) -> ExitCode {
         match self {
-            Self::Output { .. } | Self::Tokenizer { .. } => ExitCode::Usage,
+            Self::Output { .. } | Self::Content { .. } | Self::Tokenizer { .. } => ExitCode::Usage,
             _ => ExitCode::Data,
         }
     }
