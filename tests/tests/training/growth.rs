@@ -158,7 +158,7 @@ impl History {
     /// Returns whether all nodes are members, so that SIGTERM to one of them does not stop the job.
     fn can_leave(&self) -> bool {
         let node = *self.running.keys().next().unwrap();
-        let output = Process::spawn(&mut self.command(node, &["status", "--json"])).wait();
+        let output = Process::spawn(&mut self.command(node, &["status", "--json", "train"])).wait();
         let status: Value = serde_json::from_str(&output.stdout).unwrap_or_default();
         status["nodes"].as_array().is_some_and(|nodes| nodes.len() == self.running.len())
     }
@@ -168,7 +168,7 @@ impl History {
         let nodes: Vec<usize> = self.running.keys().copied().collect();
         let end = nodes.len() as u64;
         let node = nodes[usize::try_from(self.below(end)).unwrap()];
-        let output = Process::spawn(&mut self.command(node, &["checkpoint", "--json"])).wait();
+        let output = Process::spawn(&mut self.command(node, &["checkpoint", "--json", "train"])).wait();
         self.events.push(format!("checkpoint at {node}: {} {}", output.stdout, output.stderr));
         if output.code == 0 {
             let saved: Value = serde_json::from_str(&output.stdout).unwrap();
@@ -211,7 +211,7 @@ impl History {
     fn stop(&mut self) {
         let node = *self.running.keys().next().unwrap();
         self.events.push(format!("stop at {node}"));
-        let stopped = Process::spawn(&mut self.command(node, &["stop"])).wait();
+        let stopped = Process::spawn(&mut self.command(node, &["stop", "train"])).wait();
         assert_eq!(stopped.code, 0, "{self}\n{}", stopped.stderr);
         let outputs: Vec<Output> =
             std::mem::take(&mut self.running).into_values().map(Process::wait).collect();
