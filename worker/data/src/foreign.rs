@@ -26,7 +26,7 @@ const SET_BYTES: &str = "set data.tokenizer = \"bytes\", or prepare it with `xla
 /// A file with fewer magic bytes may also begin with this id.
 const MIN_MAGIC_OF_IDS: usize = 3;
 /// Magic bytes of formats, with a description and, if there is more to do than to leave the file out, advice.
-const FORMATS: [(&[u8], &str, Option<&str>); 26] = [
+const FORMATS: [(&[u8], &str, Option<&str>); 27] = [
     (b"\x1f\x8b\x08", "a gzip archive", Some(UNPACK)),
     (b"\x28\xb5\x2f\xfd", "a Zstandard archive", Some(UNPACK)),
     (b"\xfd7zXZ\0", "an xz archive", Some(UNPACK_FIRST)),
@@ -42,6 +42,7 @@ const FORMATS: [(&[u8], &str, Option<&str>); 26] = [
     (b"ARROW1\0", "an Arrow file", Some(WRITE_PARQUET)),
     (b"\xff\xff\xff\xff", "an Arrow stream", Some(WRITE_PARQUET)),
     (b"\x93NUMPY", "a NumPy array", None),
+    (b"MMIDIDX\0", "an index of Megatron", Some("name only the .bin file beside it")),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", None),
     (b"SQLite format 3\0", "an SQLite database", None),
     (b"GGUF\x03\0", "a GGUF model", None),

@@ -13,13 +13,13 @@ use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use xlaunch_spec::lineage::{LATEST, Recovered};
+use xlaunch_spec::lineage::Recovered;
 use xlaunch_spec::model::ModelShape;
 use xlaunch_spec::quantities::shortage_texts;
 
 use super::manifest::{self, Checked};
 use super::write::{REPLACED, TEMPORARY};
-use super::{CheckpointError, MANIFEST, State, name, parse_optimizer_name, read};
+use super::{CheckpointError, MANIFEST, State, name, parse_optimizer_name, read, runs};
 
 /// Name of a run's subdirectory for checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
@@ -166,10 +166,9 @@ fn choose_except(
 /// Returns the end of a message about a directory without a checkpoint: it names the newest run of a job's directory,
 /// or of each job below it, or says that the directory does not exist.
 pub(crate) fn newest_run(dir: &Path) -> String {
-    let latest = dir.join(LATEST);
     let runs = newest_runs_below(dir);
-    if latest.is_dir() {
-        format!("; its newest run is {}", latest.display())
+    if let Some(newest) = runs::newest_of_job(dir) {
+        format!("; its newest run is {}", newest.display())
     } else if !runs.is_empty() {
         let names: Vec<String> =
             runs.iter().take(MAX_NAMED_RUNS).map(|run| run.display().to_string()).collect();
@@ -185,8 +184,7 @@ pub(crate) fn newest_run(dir: &Path) -> String {
 /// Returns the newest run of each job whose directory is in `dir`, which then is the `job.output` of these jobs.
 fn newest_runs_below(dir: &Path) -> Vec<PathBuf> {
     let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
-    let mut runs: Vec<PathBuf> =
-        entries.map(|job| job.path().join(LATEST)).filter(|run| run.is_dir()).collect();
+    let mut runs: Vec<PathBuf> = entries.filter_map(|job| runs::newest_of_job(&job.path())).collect();
     runs.sort();
     runs
 }

@@ -7,20 +7,14 @@
 //! ```
 
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
 
-use chrono::NaiveDateTime;
 use rayon::ThreadPoolBuilder;
 use xlaunch_spec::job::JobSpec;
-use xlaunch_spec::lineage::{ENVIRONMENT_FILE, LATEST, STARTED};
 use xlaunch_spec::model::ModelShape;
 
 use crate::checkpoint::directory::{self, Choice};
-use crate::checkpoint::{self, CheckpointError, State};
+use crate::checkpoint::{self, CheckpointError, State, runs};
 use crate::model::layout::Parameters;
-
-/// The beginning of a run's id: a time in UTC.
-const TIME_IN_NAME: &str = "20261121-045035";
 
 /// Returns the checkpoint that `checkpoint.resume` selects, if there is one. Checkpoints that are passed over are
 /// reported. No worker reads a checkpoint after which `is_complete` leaves no steps, so the hashes of such a one are
@@ -88,21 +82,13 @@ fn selected(
     }))
 }
 
-/// Returns the newest checkpoint of the newest run that has one. The run to which `latest` leads counts as the newest,
-/// whatever the clocks were when the others began.
+/// Returns the newest checkpoint of the newest run that has one.
 ///
 /// # Errors
 /// If there are checkpoints but none is valid.
 fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<Choice>, CheckpointError> {
-    let mut runs: Vec<PathBuf> =
-        fs_err::read_dir(job_dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    let latest = fs_err::read_link(job_dir.join(LATEST)).ok();
-    let is_latest = |run: &Path| latest.as_ref().is_some_and(|latest| job_dir.join(latest) == run);
-    // The directory also contains that link, and marker files of nodes.
-    runs.retain(|path| !path.is_symlink() && path.is_dir());
-    runs.sort_by_cached_key(|path| (is_latest(path), started(path), described(path), path.clone()));
     let mut failure = None;
-    for run in runs.iter().rev() {
+    for run in runs::of_job(job_dir).iter().rev() {
         match directory::choose(&run_checkpoints(run)) {
             Ok(Some(choice)) => {
                 warnings.extend(failure.map(|error: CheckpointError| error.to_string()));
@@ -117,33 +103,6 @@ fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<C
         }
     }
     failure.map_or(Ok(None), Err)
-}
-
-/// Returns when a run started, in seconds since 1970. Copies keep what its name or its files say; the time at which a
-/// file was modified counts only if neither does.
-fn started(run: &Path) -> Option<i64> {
-    time_in_name(run).or_else(|| recorded_time(run)).or_else(|| {
-        let written = described(run)?.duration_since(SystemTime::UNIX_EPOCH).ok()?;
-        i64::try_from(written.as_secs()).ok()
-    })
-}
-
-/// Returns the time in a name like `20261121-045035-0a1b2c3d`. A run has another name if it belongs to the job of a
-/// batch system, or if the user has given it one.
-fn time_in_name(run: &Path) -> Option<i64> {
-    let name = run.file_name()?.to_str()?;
-    let time = NaiveDateTime::parse_from_str(name.get(..TIME_IN_NAME.len())?, "%Y%m%d-%H%M%S").ok()?;
-    Some(time.and_utc().timestamp())
-}
-
-fn recorded_time(run: &Path) -> Option<i64> {
-    let text = fs_err::read_to_string(run.join(ENVIRONMENT_FILE)).ok()?;
-    serde_json::from_str::<serde_json::Value>(&text).ok()?[STARTED].as_i64()
-}
-
-/// Returns when a run wrote its description, which is when it started, unless it was copied.
-fn described(run: &Path) -> Option<SystemTime> {
-    fs_err::metadata(run.join("job.json")).and_then(|found| found.modified()).ok()
 }
 
 fn run_checkpoints(run: &Path) -> PathBuf {

@@ -42,7 +42,10 @@ pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> 
     let bytes = read(path).map_err(|error| ConfigError::unreadable(path, &error))?;
     let text = decode(path, bytes)?;
     let Loaded { spec, warnings, sources } = parse(path, &text, overrides)?;
-    let here = std::env::current_dir().map_err(|error| ConfigError::unreadable(Path::new("."), &error))?;
+    let here = std::env::current_dir().map_err(|error| {
+        let problem = format!("failed to find the working directory: {error}");
+        ConfigError::value(&path.display().to_string(), &problem, "one that still exists")
+    })?;
     let spec = resolve(spec, &sources, &here, std::env::home_dir().as_deref()).map_err(|path| {
         ConfigError::value(&path.display().to_string(), "the path is not UTF-8", "directories named in UTF-8")
     })?;

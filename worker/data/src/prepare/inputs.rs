@@ -57,6 +57,11 @@ fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
                 return Err(in_arrow("it", "dataset"));
             }
             let mut files = search(path, None, output, argument)?;
+            // The cache of `load_dataset` has it further below.
+            let has = |end: &str| files.iter().any(|file| file.to_string_lossy().ends_with(end));
+            if has("/dataset_info.json") && has(".arrow") {
+                return Err(in_arrow("it", "dataset"));
+            }
             check_splits(path, &files)?;
             if files.iter().any(|file| is_table(file)) {
                 files.retain(|file| CARDS.iter().all(|card| *file != path.join(card)));
@@ -250,6 +255,8 @@ mod tests {
         assert!(refusal(&saved).unwrap().contains("`dataset[\"train\"].to_parquet(FILE)`"));
         let saved = ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"];
         assert!(refusal(&saved).unwrap().contains("write it as Parquet with `dataset.to_parquet(FILE)`"));
+        let cached = ["text/0.0.0/dataset_info.json", "text/0.0.0/text-train.arrow"];
+        assert!(refusal(&cached).unwrap().contains("write it as Parquet with `dataset.to_parquet(FILE)`"));
     }
 
     /// The cache of Hugging Face's hub has links in `snapshots` to files in `blobs`.

@@ -88,6 +88,16 @@ fn parse(json: &str) -> Result<Map<String, Value>, String> {
 /// Returns the tokens of the model by id. Checks that their ids are 0, 1, 2 ..., and that merges join tokens to tokens.
 fn check_model(file: &Map<String, Value>) -> Result<BTreeMap<u32, String>, String> {
     let model = file.get("model").and_then(Value::as_object).ok_or("it has no `model`")?;
+    let is_unigram = match model.get("type").and_then(Value::as_str) {
+        None | Some("BPE") => false,
+        Some("Unigram") => true,
+        Some(kind) => {
+            return Err(format!(
+                "model type `{}` is not supported; expected `BPE` or `Unigram`",
+                shown(kind)
+            ));
+        }
+    };
     for affix in ["continuing_subword_prefix", "end_of_word_suffix"] {
         if model.get(affix).and_then(Value::as_str).is_some_and(|affix| !affix.is_empty()) {
             return Err(format!("`model.{affix}` is not supported"));
@@ -96,24 +106,17 @@ fn check_model(file: &Map<String, Value>) -> Result<BTreeMap<u32, String>, Strin
     if model.get("dropout").is_some_and(|dropout| !dropout.is_null() && *dropout != 0.0) {
         return Err("`model.dropout` is not supported: the same text would have other ids every time".into());
     }
-    match model.get("type").and_then(Value::as_str) {
-        None | Some("BPE") => {
-            let ids = model.get("vocab").and_then(Value::as_object).ok_or("it has no `model.vocab`")?;
-            let entries = ids.iter().map(|(token, id)| (token.as_str(), id.as_u64()));
-            let vocab = check_vocab(ids.len(), entries)?;
-            check_merges(model.get("merges").unwrap_or(&Value::Null), ids)?;
-            Ok(vocab)
-        }
-        Some("Unigram") => {
-            let list = model.get("vocab").and_then(Value::as_array).ok_or("it has no `model.vocab`")?;
-            let pieces: Option<Vec<&str>> = list.iter().map(|piece| piece[0].as_str()).collect();
-            let pieces = pieces.ok_or("an entry of `model.vocab` is not a pair of token and score")?;
-            check_vocab(pieces.len(), pieces.into_iter().zip((0..).map(Some)))
-        }
-        Some(kind) => {
-            Err(format!("model type `{}` is not supported; expected `BPE` or `Unigram`", shown(kind)))
-        }
+    if is_unigram {
+        let list = model.get("vocab").and_then(Value::as_array).ok_or("it has no `model.vocab`")?;
+        let pieces: Option<Vec<&str>> = list.iter().map(|piece| piece[0].as_str()).collect();
+        let pieces = pieces.ok_or("an entry of `model.vocab` is not a pair of token and score")?;
+        return check_vocab(pieces.len(), pieces.into_iter().zip((0..).map(Some)));
     }
+    let ids = model.get("vocab").and_then(Value::as_object).ok_or("it has no `model.vocab`")?;
+    let entries = ids.iter().map(|(token, id)| (token.as_str(), id.as_u64()));
+    let vocab = check_vocab(ids.len(), entries)?;
+    check_merges(model.get("merges").unwrap_or(&Value::Null), ids)?;
+    Ok(vocab)
 }
 
 /// Returns the tokens of a vocabulary of this size by id.

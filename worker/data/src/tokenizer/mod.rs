@@ -115,6 +115,9 @@ pub enum TokenizerError {
 /// Files of tokenizers in formats that are not read.
 const OTHER_FORMATS: [&str; 4] = ["tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model"];
 
+/// How to get a `tokenizer.json` from a tokenizer in another format.
+const CONVERT: &str = "convert it in Python with `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`, DIR being its directory";
+
 /// Returns the name of a tokenizer's file in another format.
 fn other_format(dir: &Path) -> Option<&'static str> {
     OTHER_FORMATS.into_iter().find(|name| dir.join(name).exists())
@@ -149,10 +152,7 @@ impl Tokenizer {
         let read = |error: std::io::Error| {
             let reason = match other_format(dir) {
                 _ if error.kind() != std::io::ErrorKind::NotFound => error.to_string(),
-                Some(other) => format!(
-                    "it does not exist, and {other} is not read; convert it in Python with \
-                     `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`"
-                ),
+                Some(other) => format!("it does not exist, and {other} is not read; {CONVERT}"),
                 None => crate::hub::missing(path),
             };
             TokenizerError::Read { path: path.into(), reason }
@@ -161,6 +161,10 @@ impl Tokenizer {
         let name = path.file_name().map_or_else(|| path.to_string_lossy(), |name| name.to_string_lossy());
         if json.starts_with(crate::LFS_POINTER) {
             return Err(TokenizerError::Read { path: path.into(), reason: crate::LFS_REASON.into() });
+        }
+        if path.extension().is_none_or(|extension| extension != "json") && !json.starts_with(b"{") {
+            let reason = format!("it is not a tokenizer.json; {CONVERT}");
+            return Err(TokenizerError::Read { path: path.into(), reason });
         }
         let files = Files::read(dir)?;
         Self::named(&name, &json, &files.added_tokens(), &|added| files.ids(added))

@@ -281,6 +281,10 @@ fn files_that_are_not_there_are_named_with_what_to_do() {
     assert!(error.contains("`hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B`"), "{error}");
     fs_err::write(dir.path().join("tokenizer.model"), "").unwrap();
     assert!(open().contains("tokenizer.model is not read; convert it in Python"), "{}", open());
+    let model = dir.path().join("sp.model");
+    fs_err::write(&model, "\n\x05\n\x01a").unwrap();
+    let error = Tokenizer::open(&model.display().to_string()).unwrap_err().to_string();
+    assert!(error.contains("sp.model: it is not a tokenizer.json; convert it in Python"), "{error}");
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
     fs_err::write(dir.path().join(crate::TOKENIZER_FILE), pointer).unwrap();
     assert!(open().contains("Git LFS pointer") && open().contains("`git lfs pull`"), "{}", open());
@@ -337,7 +341,8 @@ fn hostile_files_are_refused() {
     assert!(refusal(&format!("[{}1]", "1,".repeat(MAX_TOKENIZER_BYTES as usize / 4))).contains("values"));
     assert!(refusal("[]").contains("not a JSON object"));
     assert!(refusal("{}").contains("no `model`"));
-    assert!(refusal(r#"{"model": {"type": "WordPiece"}}"#).contains("`WordPiece` is not supported"));
+    let word_piece = r###"{"model": {"type": "WordPiece", "continuing_subword_prefix": "##"}}"###;
+    assert!(refusal(word_piece).contains("`WordPiece` is not supported"));
     let unigram = |vocab: &str| refusal(&format!(r#"{{"model": {{"type": "Unigram", "vocab": {vocab}}}}}"#));
     assert!(unigram("[]").contains("0 tokens"));
     assert!(unigram(r#"{"a": 0}"#).contains("no `model.vocab`"));

@@ -132,12 +132,22 @@ fn directory_without_a_checkpoint_is_named_with_its_newest_run() {
     fs_err::create_dir(job.path().join("20260101-000000")).unwrap();
     std::os::unix::fs::symlink("20260101-000000", job.path().join("latest")).unwrap();
     assert!(error(job.path()).ends_with("/latest"), "{}", error(job.path()));
+    // A copy without links has an older copy of a run in the place of the link.
+    fs_err::remove_file(job.path().join("latest")).unwrap();
+    let start = r#"{"started_unix_seconds": 0}"#;
+    for (run, start) in [("20260101-000000", None), ("latest", Some(start))] {
+        fs_err::create_dir_all(job.path().join(run)).unwrap();
+        fs_err::write(job.path().join(run).join("job.json"), "{}").unwrap();
+        start.map(|start| fs_err::write(job.path().join(run).join("environment.json"), start).unwrap());
+    }
+    assert!(error(job.path()).ends_with("/20260101-000000"), "{}", error(job.path()));
 
     // The directory of several jobs.
     let output = tempfile::tempdir().unwrap();
     let named = |job: &str| format!("{}/{job}/latest", output.path().display());
     for job in ["b", "a", "d", "c"] {
-        fs_err::create_dir_all(output.path().join(job).join("latest")).unwrap();
+        fs_err::create_dir_all(output.path().join(job).join("a")).unwrap();
+        std::os::unix::fs::symlink("a", output.path().join(job).join("latest")).unwrap();
     }
     let expected =
         format!("the newest runs of its jobs are {}, {}, {}, ...", named("a"), named("b"), named("c"));
