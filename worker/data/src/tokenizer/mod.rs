@@ -116,7 +116,7 @@ pub enum TokenizerError {
 const OTHER_FORMATS: [&str; 4] = ["tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model"];
 
 /// How to get a `tokenizer.json` from a tokenizer in another format.
-const CONVERT: &str = "convert it in Python with `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`, DIR being its directory";
+const CONVERT: &str = "convert it in Python with `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`";
 
 /// Returns the name of a tokenizer's file in another format.
 fn other_format(dir: &Path) -> Option<&'static str> {
