@@ -12,7 +12,7 @@
 
 #include "runner.h"
 
-// Of the ABI for thread-local memory: a module is a loaded library, or the program.
+// How the ABI names a place in thread-local memory: a module is a loaded library, or the program.
 struct TlsIndex {
     unsigned long module, offset;
 };

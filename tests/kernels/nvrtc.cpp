@@ -29,7 +29,8 @@ struct Program {
 // With frame pointers, a call of the emulator can find the caller of the function that contains it.
 // DWARF 4, because addr2line takes the names of some files wrong in DWARF 5 as GCC 12 writes it.
 const char* const FLAGS =
-    " -std=c++17 -Og -g1 -gdwarf-4 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fno-omit-frame-pointer -fsanitize=thread"
+    " -std=c++17 -Og -g1 -gdwarf-4 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fno-omit-frame-pointer"
+    " -fsanitize=thread"
 #ifdef __clang__
     " -mllvm -tsan-distinguish-volatile"
 #define LINK_FLAGS " -Wl,--wrap=memcpy,--wrap=memset"

@@ -2,6 +2,7 @@
 
 use clap::{Args, ValueHint};
 use rustix::process::getuid;
+use xlaunch_daemon::service::MAX_CALLS_PER_CONNECTION;
 use xlaunch_proto::convert::node::MAX_ARRAY_JOBS;
 use xlaunch_proto::json;
 use xlaunch_proto::v1::Job;
@@ -15,9 +16,6 @@ use xlaunch_spec::refusal::Refusal;
 
 /// Longest range: the maximum size of an array.
 pub(super) const MAX_RANGE: u64 = MAX_ARRAY_JOBS as u64;
-
-/// Maximum number of calls at a time. The daemon carries out those that it gets at the same time together.
-const MAX_CALLS: usize = 64;
 
 /// The jobs of a command that changes several jobs.
 #[derive(Debug, Args)]
@@ -63,7 +61,8 @@ fn own_jobs(listed: &[Job], uid: u32, applies: impl Fn(&Job) -> bool) -> Vec<u64
     jobs
 }
 
-/// Calls the daemon for each of these jobs, several at a time in this order, and returns the replies in this order.
+/// Calls the daemon for each of these jobs, as many at a time as it accepts, in this order, and returns the replies in
+/// this order. The daemon carries out those that it gets at the same time together.
 pub(super) async fn call_for_each<F>(
     daemon: &DaemonClient,
     jobs: &[u64],
@@ -73,7 +72,7 @@ where
     F: Future<Output = Result<Job, Refusal>> + Send + 'static,
 {
     let mut replies = Vec::with_capacity(jobs.len());
-    for jobs in jobs.chunks(MAX_CALLS) {
+    for jobs in jobs.chunks(MAX_CALLS_PER_CONNECTION as usize) {
         let calls: Vec<_> = jobs.iter().map(|job| tokio::spawn(call(daemon.clone(), *job))).collect();
         for call in calls {
             let failed = |error: tokio::task::JoinError| {

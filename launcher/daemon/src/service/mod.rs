@@ -59,7 +59,9 @@ const MAX_HEADER_BYTES: u32 = 16 << 10;
 /// HTTP/2 flow-control windows of a stream and of a connection.
 const STREAM_WINDOW_BYTES: u32 = 64 << 10;
 const CONNECTION_WINDOW_BYTES: u32 = 256 << 10;
-const MAX_CALLS_PER_CONNECTION: u32 = 32;
+/// Maximum number of calls at a time on a connection. Before the settings of the connection have reached a client, the
+/// daemon refuses those beyond.
+pub const MAX_CALLS_PER_CONNECTION: u32 = 32;
 /// Quota of calls, per user and in total, as for all quotas below. A call counts until its response is sent. The quota
 /// leaves room for both kinds of streams and some more calls.
 const CALL_QUOTA: (usize, usize) = (320, 4096);
