@@ -25,6 +25,16 @@ pub fn python3() -> Requirement {
     succeeds(Command::new("python3").arg("--version"), "Python 3 (install `python3`)")
 }
 
+/// Requires the shell fish.
+pub fn fish() -> Requirement {
+    programs(&["fish"])
+}
+
+/// Requires the shell zsh.
+pub fn zsh() -> Requirement {
+    programs(&["zsh"])
+}
+
 /// Requires Python 3, and a mount namespace in which cgroups are not mounted.
 pub fn python3_without_cgroups() -> Requirement {
     python3()?;

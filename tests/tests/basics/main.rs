@@ -6,6 +6,7 @@
 
 mod checkpoints;
 mod commands;
+mod completions;
 mod continued;
 mod environment;
 mod failures;
@@ -22,6 +23,6 @@ const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules checkpoints, commands, continued, environment, failures, first_cause, generate, input, restarts, serve,
-        signals, status;
+    modules checkpoints, commands, completions, continued, environment, failures, first_cause, generate, input,
+        restarts, serve, signals, status;
 }
