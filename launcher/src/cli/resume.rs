@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 use xlaunch_spec::refusal::Refusal;
+use xlaunch_worker::checkpoint::directory::CHECKPOINTS;
+use xlaunch_worker::checkpoint::runs;
 use xlaunch_worker::newest_checkpoint;
 
 /// Refuses to start again from step 1 if the job has checkpoints next to its configuration, but none below the working
@@ -19,10 +21,11 @@ pub(super) fn check(config: &Path, spec: &JobSpec) -> Result<(), Refusal> {
     let beside = config.parent().zip(below).map(|(dir, below)| dir.join(below));
     let Some(beside) = beside else { return Ok(()) };
     let absolute = |path: &Path| fs_err::canonicalize(path).ok();
-    if absolute(&beside).is_none() || absolute(&beside) == absolute(&here) || newest_run(&here).is_some() {
+    if absolute(&beside).is_none() || absolute(&beside) == absolute(&here) || newest_of_runs(&here).is_some()
+    {
         return Ok(());
     }
-    let Some(found) = newest_run(&beside) else { return Ok(()) };
+    let Some(found) = newest_of_runs(&beside) else { return Ok(()) };
     Err(Refusal::new(
         ExitCode::Usage,
         format!(
@@ -37,10 +40,7 @@ pub(super) fn check(config: &Path, spec: &JobSpec) -> Result<(), Refusal> {
     ))
 }
 
-/// Returns the newest checkpoint of any run of a job.
-fn newest_run(job_dir: &Path) -> Option<PathBuf> {
-    let entries = fs_err::read_dir(job_dir).ok()?.flatten();
-    // Not the link `latest`.
-    let runs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-    runs.filter_map(|run| newest_checkpoint(&run.path().join("checkpoints"))).max()
+/// Returns the newest checkpoint of the newest run that has one.
+fn newest_of_runs(job_dir: &Path) -> Option<PathBuf> {
+    runs::of_job(job_dir).iter().rev().find_map(|run| newest_checkpoint(&run.join(CHECKPOINTS)))
 }

@@ -166,10 +166,11 @@ fn choose_except(
 /// Returns the end of a message about a directory without a checkpoint: it names the newest run of a job's directory,
 /// or of each job below it, or says that the directory does not exist.
 pub(crate) fn newest_run(dir: &Path) -> String {
-    let runs = newest_runs_below(dir);
     if let Some(newest) = runs::newest_of_job(dir) {
-        format!("; its newest run is {}", newest.display())
-    } else if !runs.is_empty() {
+        return format!("; its newest run is {}", newest.display());
+    }
+    let runs = newest_runs_below(dir);
+    if !runs.is_empty() {
         let names: Vec<String> =
             runs.iter().take(MAX_NAMED_RUNS).map(|run| run.display().to_string()).collect();
         let more = if runs.len() > names.len() { ", ..." } else { "" };

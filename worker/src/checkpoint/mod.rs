@@ -38,7 +38,7 @@ mod memory;
 mod portion;
 mod read;
 mod retention;
-pub(crate) mod runs;
+pub mod runs;
 pub mod saver;
 mod state;
 mod tensors;

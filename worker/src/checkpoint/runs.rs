@@ -10,8 +10,8 @@ use xlaunch_spec::lineage::{ENVIRONMENT_FILE, LATEST, STARTED};
 const TIME_IN_NAME: &str = "20261121-045035";
 
 /// Returns the directories of a job's runs, oldest first. The run to which `latest` leads counts as the newest,
-/// whatever the clocks were when the others began.
-pub(crate) fn of_job(job_dir: &Path) -> Vec<PathBuf> {
+/// whatever the clocks were when the others began. Leaves out symbolic links.
+pub fn of_job(job_dir: &Path) -> Vec<PathBuf> {
     let mut runs: Vec<PathBuf> =
         fs_err::read_dir(job_dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     let latest = fs_err::read_link(job_dir.join(LATEST)).ok();

@@ -158,8 +158,8 @@ fn replace(dir: &Path) -> Result<(), PrepareError> {
 /// remove the old manifest, then all other old files --> move tokenizer.json, then all other new files
 ///     --> move the new manifest --> remove the subdirectory
 /// ```
-/// As long as the subdirectory contains `tokenizer.json`, which all data has, all files in the directory are old.
-/// After that they are new.
+/// All data has a `tokenizer.json`. While that of the new data is in the subdirectory, the files in the directory are
+/// old; after that they are new.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// Remove a file of the old data.
