@@ -11,8 +11,6 @@ use crate::Error;
 #[derive(Debug)]
 pub(crate) struct Workspace {
     pub(crate) root: PathBuf,
-    /// Files that git tracks or would track, relative to the root, sorted.
-    pub(crate) files: Vec<PathBuf>,
     pub(crate) packages: Vec<Package>,
     /// Names of test targets with `test = false`, which `cargo test` runs only by name.
     pub(crate) large_suites: Vec<String>,
@@ -32,17 +30,23 @@ impl Workspace {
     pub(crate) fn find() -> Result<Self, Error> {
         let root =
             Path::new(env!("CARGO_MANIFEST_DIR")).parent().ok_or("no workspace above xtask/")?.to_path_buf();
-        let listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"];
-        let listing = output(Command::new("git").args(listing).current_dir(&root))?;
-        let mut files: Vec<PathBuf> = listing.split_terminator('\0').map(PathBuf::from).collect();
-        // A file that is deleted but not yet staged is still listed.
-        files.retain(|file| root.join(file).is_file());
-        files.sort();
         let mut metadata = cargo(&root);
         metadata.args(["metadata", "--no-deps", "--format-version", "1", "--locked"]);
         let metadata = serde_json::from_str(&output(&mut metadata)?)?;
         let (packages, large_suites) = (packages(&root, &metadata), large_suites(&metadata));
-        Ok(Self { root, files, packages, large_suites })
+        Ok(Self { root, packages, large_suites })
+    }
+
+    /// Returns the files that git tracks or would track, relative to the root, sorted. Tests do without git, which a
+    /// machine with an unpacked source archive may lack.
+    pub(crate) fn files(&self) -> Result<Vec<PathBuf>, Error> {
+        let listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"];
+        let listing = output(Command::new("git").args(listing).current_dir(&self.root))?;
+        let mut files: Vec<PathBuf> = listing.split_terminator('\0').map(PathBuf::from).collect();
+        // A file that is deleted but not yet staged is still listed.
+        files.retain(|file| self.root.join(file).is_file());
+        files.sort();
+        Ok(files)
     }
 
     pub(crate) fn read(&self, file: &Path) -> Result<String, Error> {
