@@ -110,7 +110,9 @@ fn selected(precision: Precision, parts: &str) -> Vec<Case> {
         bf16_only || TOO_LARGE.iter().any(|size| name.contains(size))
     };
     let is_selected = |name: &str| has_part(name) && !is_skipped(name);
-    cases(round).into_iter().filter(|(name, _)| is_selected(name)).collect()
+    let selected: Vec<Case> = cases(round).into_iter().filter(|(name, _)| is_selected(name)).collect();
+    assert!(!selected.is_empty(), "no case in {precision:?} has a part of {parts:?} in its name");
+    selected
 }
 
 /// Returns the outputs that differ by more than the tolerances of the suite `cuda_ops`.

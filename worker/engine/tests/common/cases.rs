@@ -33,7 +33,7 @@ fn qk_norm_cases(values: impl Fn(u64, usize) -> Values) -> Vec<Case> {
         (2, 9, 2, 1, 256),
         (1, 3, 2, 2, 512),
         (1, 5, 40, 8, 320),
-        (2, 300, 6, 2, 16),
+        (2, 700, 6, 2, 16),
     ] {
         let options = AttentionOptions::new(width);
         let s = AttentionShape { batch, seq, heads, kv_heads, width, options };

@@ -82,8 +82,9 @@ const TILES: &str = "experts 300 x 2 of 4";
 const WGMMA_TILES: &str = "experts 300 x 2 of 4 Softmax";
 const FP8_TILES: &str = "fp8 Fp8Layer { rows: [40";
 const HEADS: &str = "qk norm Head AttentionShape { batch: 2, seq: 35";
-/// Rows have more items than a block has threads, and blocks have several rows.
-const WIDE_HEADS: &str = "qk norm Full AttentionShape { batch: 3, seq: 7, heads: 40";
+/// More heads than groups, in runs, some of which begin in the middle of a row; then rows of more items than threads.
+const MANY_HEADS: &str = "qk norm Head AttentionShape { batch: 2, seq: 700, heads: 6, kv_heads: 2, width: 16";
+const WIDE_HEADS: &str = "qk norm Full AttentionShape { batch: 1, seq: 5, heads: 40";
 const ALL_HEADS: &str = "qk norm Full AttentionShape { batch: 1, seq: 130";
 
 /// Clang splits the vector copies that this misaligns into aligned parts.
@@ -183,7 +184,7 @@ const MISTAKES: &[Mistake] = &[
         "attention/mma_tiled.cu", "wait_copies<LATER>", "wait_copies<LATER + 1>", Tf32, WIDTH_16, SHARED_UNWRITTEN,
     ),
     mistake(
-        "qk_norm/kernel.cu", "wait_copies<0>();\n        PackedPairs", "PackedPairs", Fp32, ALL_HEADS, SHARED_UNWRITTEN,
+        "qk_norm/kernel.cu", "wait_copies<ITEMS - 1>", "wait_copies<ITEMS>", Fp32, ALL_HEADS, SHARED_UNWRITTEN,
     ),
     mistake(
         "cached_attention/kernel.cu", "__threadfence();\n    __syncthreads();",
@@ -301,8 +302,9 @@ const MISTAKES: &[Mistake] = &[
         "attention/mma_tiled.cu", "if (row >= seq) continue", "if (row > seq) continue", Tf32, WIDTH_24, ANY_WRITE,
     ),
     mistake("attention/kernel.cu", "kv_heads + kv(head)", "kv_heads + head", Fp32, WIDTH_16, OUTSIDE),
-    mistake("qk_norm/kernel.cu", "valid = row < rows && pair", "valid = pair", Fp32, HEADS, OUTSIDE),
-    mistake("qk_norm/kernel.cu", "valid = group < groups && pair", "valid = pair", Fp32, HEADS, OUTSIDE),
+    mistake("qk_norm/kernel.cu", "head < order.count && pair", "head <= order.count && pair", Fp32, HEADS, UNWRITTEN),
+    mistake("qk_norm/kernel.cu", "(run << run_bits)", "(run << 2 * run_bits)", Fp32, MANY_HEADS, DIFFERS),
+    mistake("qk_norm/kernel.cu", "if (normed && row != angles_row)", "if (i == 0)", Fp32, MANY_HEADS, DIFFERS),
     mistake("add_scaled/kernel.cu", "if (first + k * step >= len) break;", "", Fp32, "add scaled 8", OUTSIDE),
     mistake(
         "softcap/kernel.cu", "if (first + k * step < len) xs", "xs", Fp32, "softcap 8", OUTSIDE,
@@ -316,7 +318,7 @@ const MISTAKES: &[Mistake] = &[
     // Vectors at unaligned addresses.
     mistake("rope/kernel.cu", "half % 8 == 0 && is_wide", "is_wide", Bf16, WIDTH_24_ROPE, UNALIGNED),
     mistake("attention/kernel.cu", PADDED_WIDTH, "(WIDTH + 3)", Fp32, ONE_TOKEN, UNALIGNED),
-    mistake("qk_norm/kernel.cu", "unsigned)width, wide}", "unsigned)width, true}", Bf16, HEADS, UNALIGNED),
+    mistake("qk_norm/kernel.cu", "if (s.is_wide(qkv, dqkv,", "if (1 || s.is_wide(qkv, dqkv,", Bf16, HEADS, UNALIGNED),
     mistake(
         "add_scaled/kernel.cu", "is_wide(x, len) && is_wide(y, len) && is_wide(out, len)",
         "true", Fp32, "add scaled 31", UNWRITTEN,
@@ -336,8 +338,8 @@ const MISTAKES: &[Mistake] = &[
     ),
     mistake("norm/kernel.cu", "if (other && !sum)", "if (other)", Fp32, LAYER, DIFFERS),
     mistake("norm/kernel.cu", "* (offset + gs.x[j]) +", "* gs.x[j] +", Fp32, LAYER, DIFFERS),
-    mistake("qk_norm/kernel.cu", "pair), -1.0f", "pair), 1.0f", Fp32, HEADS, DIFFERS),
-    mistake("qk_norm/kernel.cu", "head - s.heads", "head - s.heads + 1", Fp32, ALL_HEADS, OUTSIDE),
+    mistake("qk_norm/kernel.cu", "angles, -1.0f", "angles, 1.0f", Fp32, HEADS, DIFFERS),
+    mistake("qk_norm/kernel.cu", "item.head - heads", "item.head - heads + 1", Fp32, ALL_HEADS, OUTSIDE),
     mistake("qk_norm/kernel.cu", "if (row != blockIdx.x) dgamma", "if (false) dgamma", Fp32, WIDE_HEADS, DIFFERS),
     mistake(
         "classifier/kernel.cu", "return 1.0f - t * t;", "return 1.0f;", Fp32, "rows: 67, vocab: 50, padded: 50 }, cap",
@@ -464,7 +466,7 @@ const MISTAKES: &[Mistake] = &[
     ),
     mistake("experts/grouped/hopper.cu", "barrier_wait(&s.empty[stage], at", "(at", Bf16, WGMMA_TILES, ARRIVALS),
     mistake("experts/grouped/hopper.cu", "barrier_wait(&s.full[stage], at", "(at", Bf16, WGMMA_TILES, EARLY_WGMMA),
-    mistake("experts/grouped/hopper.cu", "    wgmma_wait<0>();\n", "", Bf16, WGMMA_TILES, EARLY_USE),
+    mistake("experts/grouped/hopper.cu", "    }\n    wgmma_wait<0>();\n", "    }\n", Bf16, WGMMA_TILES, EARLY_USE),
     mistake("experts/grouped/hopper.cu", "    fence_async();\n", "", Bf16, WGMMA_TILES, UNFENCED),
     mistake(
         "experts/grouped/hopper.cu", "        clear_products(a, tile.first - k, tile.last - k, group);", ";",

@@ -8,18 +8,20 @@ use crate::error::{EngineError, Result};
 use crate::ops::{AttentionShape, reduce};
 use crate::tensor::{Slice, Tensor};
 
-/// Blocks of `qk_norm_head_bwd` that a multiprocessor runs at once, which limits the registers per thread.
-const HEAD_BWD_BLOCKS: usize = 2;
+/// Blocks of the kernels for heads that a multiprocessor runs at once, which limits the registers per thread.
+const HEAD_BLOCKS: usize = 2;
 /// Maximum number of threads per block of the kernels for whole rows, and of all blocks that a multiprocessor runs at
 /// once.
-const FULL_THREADS: usize = 896;
+const FULL_THREADS: usize = 768;
 const FULL_BWD_THREADS: usize = 512;
+/// Shared memory for the next items of a thread in an array, two of 16 elements in bf16 and one in fp32 (`Ahead`).
+const AHEAD_BYTES: usize = 2 * VEC * 4;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("qk_norm/kernel.cu"),
     kernels: &["qk_norm_head_fwd", "qk_norm_head_bwd", "qk_norm_full_fwd", "qk_norm_full_bwd"],
     macros: &[
-        Macro::int("QK_NORM_HEAD_BLOCKS", HEAD_BWD_BLOCKS),
+        Macro::int("QK_NORM_HEAD_BLOCKS", HEAD_BLOCKS),
         Macro::int("QK_NORM_FULL_THREADS", FULL_THREADS),
         Macro::int("QK_NORM_FULL_BWD_THREADS", FULL_BWD_THREADS),
     ],
@@ -32,11 +34,7 @@ pub(crate) fn forward(gpu: &Gpu, a: QkNormForward<'_>) -> Result<()> {
     check(gpu, a.norms, [a.qkv, a.out]);
     let rows = s.batch * s.seq;
     let (name, launch) = match kind {
-        QkNorm::Head => {
-            let (lanes, groups) = head_block(gpu, s)?;
-            let heads = rows * (s.heads + 2 * s.kv_heads);
-            ("qk_norm_head_fwd", Launch::rows(heads.div_ceil(groups), (lanes as u32, groups as u32)))
-        }
+        QkNorm::Head => ("qk_norm_head_fwd", head_launch(gpu, s, s.heads + 2 * s.kv_heads, 1)?),
         QkNorm::Full => ("qk_norm_full_fwd", full_launch(gpu, s, s.heads + 2 * s.kv_heads, FULL_THREADS, 1)),
     };
     let (heads, kv_heads, width) = (s.heads, s.kv_heads, s.width);
@@ -53,13 +51,9 @@ pub(crate) fn backward(gpu: &Gpu, a: QkNormBackward<'_>) -> Result<()> {
     let widths = kind.gammas(s);
     let outputs = [a.dq_gamma, a.dk_gamma];
     outputs.iter().zip(widths).for_each(|(grad, len)| expect_grad(*grad, len));
-    let (rows, multiprocessors) = (s.batch * s.seq, gpu.device.multiprocessors as usize);
+    let rows = s.batch * s.seq;
     let (name, launch) = match kind {
-        QkNorm::Head => {
-            let (lanes, groups) = head_block(gpu, s)?;
-            let blocks = (rows * s.heads).div_ceil(groups).min(HEAD_BWD_BLOCKS * multiprocessors);
-            ("qk_norm_head_bwd", Launch::rows(blocks, (lanes as u32, groups as u32)))
-        }
+        QkNorm::Head => ("qk_norm_head_bwd", head_launch(gpu, s, s.heads, 2)?),
         QkNorm::Full => ("qk_norm_full_bwd", full_launch(gpu, s, s.heads + s.kv_heads, FULL_BWD_THREADS, 2)),
     };
     let blocks = launch.grid.0;
@@ -98,8 +92,9 @@ fn head_items(s: AttentionShape) -> usize {
     (s.width / 2).div_ceil(VEC)
 }
 
-/// Returns the number of lanes that work on a head, and the number of heads of a block.
-fn head_block(gpu: &Gpu, s: AttentionShape) -> Result<(usize, usize)> {
+/// Launches blocks of groups of lanes for rows of this number of heads, as many as run at once. Each thread copies its
+/// next items of `arrays` arrays to shared memory.
+fn head_launch(gpu: &Gpu, s: AttentionShape, heads: usize, arrays: usize) -> Result<Launch> {
     let lanes = head_items(s).next_power_of_two();
     let (warp, groups) = (gpu.device.warp as usize, BLOCK_THREADS as usize / lanes.max(1));
     if lanes > warp {
@@ -110,9 +105,12 @@ fn head_block(gpu: &Gpu, s: AttentionShape) -> Result<(usize, usize)> {
         });
     }
     // The kernels count heads in 32 bits.
-    let heads = s.batch * s.seq * (s.heads + 2 * s.kv_heads);
-    assert!(i32::try_from(heads).is_ok(), "{s:?} has more than 2^31 heads");
-    Ok((lanes, groups))
+    let all = s.batch * s.seq * (s.heads + 2 * s.kv_heads);
+    assert!(i32::try_from(all).is_ok(), "{s:?} has more than 2^31 heads");
+    let blocks =
+        (s.batch * s.seq * heads).div_ceil(groups).min(HEAD_BLOCKS * gpu.device.multiprocessors as usize);
+    let shared = arrays * lanes * groups * AHEAD_BYTES;
+    Ok(Launch { shared, ..Launch::rows(blocks, (lanes as u32, groups as u32)) })
 }
 
 /// Launches blocks of at most `most` threads for rows of this number of heads, as many as run at once. Each thread
@@ -120,6 +118,5 @@ fn head_block(gpu: &Gpu, s: AttentionShape) -> Result<(usize, usize)> {
 fn full_launch(gpu: &Gpu, s: AttentionShape, heads: usize, most: usize, arrays: usize) -> Launch {
     let threads = (heads * head_items(s)).next_multiple_of(gpu.device.warp as usize).min(most);
     let blocks = (s.batch * s.seq).min(most / threads * gpu.device.multiprocessors as usize);
-    let shared = arrays * threads * 2 * VEC * gpu.activations.size();
-    Launch { shared, ..Launch::blocks(blocks, threads as u32) }
+    Launch { shared: arrays * threads * AHEAD_BYTES, ..Launch::blocks(blocks, threads as u32) }
 }
