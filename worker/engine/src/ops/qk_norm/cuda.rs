@@ -11,7 +11,7 @@ use crate::tensor::{Slice, Tensor};
 /// Blocks of the kernels for heads that a multiprocessor runs at once, which limits the registers per thread.
 const HEAD_BLOCKS: usize = 2;
 /// Maximum number of threads per block of the kernels for whole rows, and of all blocks that a multiprocessor runs at
-/// once.
+/// once, in bf16; half of it in fp32, in which copied items take twice the registers.
 const FULL_THREADS: usize = 768;
 const FULL_BWD_THREADS: usize = 512;
 /// Shared memory for the next items of a thread in an array, two of 16 elements in bf16 and one in fp32 (`Ahead`).
@@ -116,6 +116,7 @@ fn head_launch(gpu: &Gpu, s: AttentionShape, heads: usize, arrays: usize) -> Res
 /// Launches blocks of at most `most` threads for rows of this number of heads, as many as run at once. Each thread
 /// copies its next items of `arrays` arrays to shared memory.
 fn full_launch(gpu: &Gpu, s: AttentionShape, heads: usize, most: usize, arrays: usize) -> Launch {
+    let most = most * 2 / gpu.activations.size();
     let threads = (heads * head_items(s)).next_multiple_of(gpu.device.warp as usize).min(most);
     let blocks = (s.batch * s.seq).min(most / threads * gpu.device.multiprocessors as usize);
     Launch { shared: arrays * threads * AHEAD_BYTES, ..Launch::blocks(blocks, threads as u32) }

@@ -368,8 +368,12 @@ __device__ inline void full_fwd(const QkvRows<WIDE>& s, const ACT* __restrict__ 
     Ahead<WIDE, 1> ahead = {s, first.pair, {qkv}};
     auto start = [&](i64 row) { ahead.start(inside && row < s.rows, s.at(row, first.head)); };
     for (unsigned i = 0; i < ahead.ITEMS; i++) start(blockIdx.x + i * gridDim.x);
+    // Without WIDE, registers do not suffice for these.
     Pairs first_factors = {};
-    if (is_normed) first_factors = s.factors(s.of(first, q_gamma, k_gamma), first.pair, offset);
+    auto load_factors = [&](const Item& item) {
+        return s.factors(s.of(item, q_gamma, k_gamma), item.pair, offset);
+    };
+    if (WIDE && is_normed) first_factors = load_factors(first);
     int buffer = 0;
     for (i64 row = blockIdx.x; row < s.rows; row += gridDim.x) {
         Pairs angles = {};
@@ -390,22 +394,19 @@ __device__ inline void full_fwd(const QkvRows<WIDE>& s, const ACT* __restrict__ 
             normalize(x, factors, s.is_key(item) ? k_scale : q_scale);
             rotate(x, angles, 1.0f);
         };
-        if (is_normed) norm(first, x, first_factors, angles);
+        if (is_normed) norm(first, x, WIDE ? first_factors : load_factors(first), angles);
         if (inside) s.store(out + s.at(row, first.head), first.pair, x);
         for (unsigned i = threadIdx.x + blockDim.x; i < items; i += blockDim.x) {
             Item item = s.item(i);
             Pairs x = load(item);
-            if (i < normed) {
-                const ACT* gamma = s.of(item, q_gamma, k_gamma);
-                norm(item, x, s.factors(gamma, item.pair, offset), s.angles(table, row, item.pair));
-            }
+            if (i < normed) norm(item, x, load_factors(item), s.angles(table, row, item.pair));
             s.store(out + s.at(row, item.head), item.pair, x);
         }
     }
 }
 
 // Grid: any number of blocks, of whole warps.
-extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_THREADS)
+extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_THREADS * 2 / sizeof(ACT))
     qk_norm_full_fwd(const ACT* __restrict__ qkv, const ACT* __restrict__ q_gamma, const ACT* __restrict__ k_gamma,
                      const float* __restrict__ table, const int* __restrict__ first_tokens, ACT* __restrict__ out,
                      i64 rows, i64 seq, i64 heads, i64 kv_heads, i64 width, float eps, float offset) {
@@ -485,7 +486,7 @@ __device__ inline void full_bwd(const QkvRows<WIDE>& s, const ACT* __restrict__ 
 }
 
 // dq_gammas (gridDim.x, H D), dk_gammas (gridDim.x, Hkv D). Grid: at most as many blocks as rows, of whole warps.
-extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_BWD_THREADS)
+extern "C" __global__ void __launch_bounds__(QK_NORM_FULL_BWD_THREADS * 2 / sizeof(ACT))
     qk_norm_full_bwd(const ACT* __restrict__ qkv, const ACT* __restrict__ q_gamma, const ACT* __restrict__ k_gamma,
                      const float* __restrict__ table, const int* __restrict__ first_tokens, ACT* __restrict__ dqkv,
                      float* __restrict__ dq_gammas, float* __restrict__ dk_gammas, i64 rows, i64 seq, i64 heads,
