@@ -19,7 +19,7 @@ use xlaunch_spec::quantities::shortage_texts;
 
 use super::manifest::{self, Checked};
 use super::write::{REPLACED, TEMPORARY};
-use super::{CheckpointError, MANIFEST, State, name, parse_optimizer_name, read, runs};
+use super::{CheckpointError, MANIFEST, State, lock, name, parse_optimizer_name, read, runs};
 
 /// Name of a run's subdirectory for checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
@@ -146,7 +146,9 @@ fn choose_except(
         let before = known.iter().position(|(other, _)| *other == path);
         match before.map_or(state, |index| Err(known.swap_remove(index).1)) {
             Ok(state) => {
-                let newer = unfinished(dir).into_iter().filter(|(step, _)| *step > state.step);
+                // A job that runs is about to complete its save.
+                let unfinished = if lock::is_held(dir) { Vec::new() } else { unfinished(dir) };
+                let newer = unfinished.into_iter().filter(|(step, _)| *step > state.step);
                 rejected.extend(newer.map(|(_, error)| (dir.to_owned(), error)));
                 return Ok(Some(Choice { path, state, rejected }));
             }

@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Seek, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use fs_err::{File, OpenOptions};
 use rustix::io::Errno;
@@ -10,6 +11,9 @@ use rustix::io::Errno;
 const NAME: &str = ".lock";
 /// Maximum length of the holder's description in bytes.
 const MAX_HOLDER_BYTES: u64 = 1024;
+/// How often, and after which pause, a lock that is held is tried again: [`is_held`] holds it for a moment.
+const RETRIES: u32 = 3;
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// The lock, held by the agent as long as the job runs. The kernel releases it if the agent is killed.
 #[derive(Debug)]
@@ -36,7 +40,14 @@ impl Lock {
         let mut options = OpenOptions::new();
         let mut file = options.read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
         let mut warning = None;
-        match file.file().try_lock() {
+        let mut locked = file.file().try_lock();
+        for _ in 0..RETRIES {
+            if matches!(locked, Err(std::fs::TryLockError::WouldBlock)) {
+                std::thread::sleep(PAUSE);
+                locked = file.file().try_lock();
+            }
+        }
+        match locked {
             Ok(()) => {}
             Err(std::fs::TryLockError::Error(error)) if has_no_locks(&error) => {
                 warning = Some(format!(
@@ -63,6 +74,12 @@ impl Lock {
     pub(crate) fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
     }
+}
+
+/// Returns whether a job uses this directory, as far as its file system tells.
+pub(crate) fn is_held(dir: &Path) -> bool {
+    let Ok(file) = File::open(dir.join(NAME)) else { return false };
+    matches!(file.file().try_lock_shared(), Err(std::fs::TryLockError::WouldBlock))
 }
 
 /// Returns whether a lock fails because the file system has none, such as Lustre that is mounted without `flock`.

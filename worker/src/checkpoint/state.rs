@@ -173,7 +173,12 @@ impl State {
             changes.refused.push(format!("job.seed was {}, is now {}", self.seed, spec.job.seed));
         }
         if let Some(saved) = self.data.as_ref().filter(|saved| *saved != data) {
-            changes.refused.push(format!("the training data was {saved}, is now {data}"));
+            let same = if saved.tokens == data.tokens {
+                "; as many tokens, but other ones, or the sources of a mixture in another order or with other weights"
+            } else {
+                ""
+            };
+            changes.refused.push(format!("the training data was {saved}, is now {data}{same}"));
         }
         self.compare_batch(Batch::of(spec), world, &mut changes);
         // Versions without the key had AdamW only.
@@ -327,7 +332,12 @@ mod tests {
         let muon = refused(|spec| spec.train.optimizer = Optimizer::Muon);
         assert!(muon.starts_with("train.optimizer was adamw, is now muon"), "{muon}");
         let other = Fingerprint { tokens: 101, hash: "b".into() };
-        assert!(saved.changes(&spec, 2, &other).refused[0].contains("the training data was 100 tokens"));
+        assert_eq!(
+            saved.changes(&spec, 2, &other).refused,
+            ["the training data was 100 tokens (a), is now 101 tokens (b)"]
+        );
+        let other = Fingerprint { tokens: 100, hash: "b".into() };
+        assert!(saved.changes(&spec, 2, &other).refused[0].contains("a mixture in another order"));
 
         let others = |change: fn(&mut JobSpec)| {
             let mut spec = spec.clone();

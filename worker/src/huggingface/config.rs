@@ -99,13 +99,19 @@ fn refuse_unknown(family: &Family, keys: &Keys<'_>) -> Result<(), ModelError> {
             || family.rope.as_ref().is_some_and(|rope| rope.has(name))
             || (family.still_blocks && layers::is_rotation(name))
     };
-    let mut names = keys.values.keys();
-    let Some(name) = names.find(|name| !is_known(name) && !keys.is_unset(name)) else { return Ok(()) };
-    let reason = format!(
+    let unknown = keys.values.keys().filter(|name| !is_known(name) && !keys.is_unset(name));
+    let unknown: Vec<&str> = unknown.map(String::as_str).collect();
+    let Some((first, others)) = unknown.split_first() else { return Ok(()) };
+    let mut reason = format!(
         "models of type `{}` have no such key here; remove it if it has no effect on the results",
         family.model_type
     );
-    Err(keys.refused(name, &reason))
+    if !others.is_empty() {
+        // The text is JSON, so control characters are escaped.
+        let others: Vec<String> = others.iter().map(|name| json!(name).to_string()).collect();
+        reason += &format!("; the same holds for {}", others.join(", "));
+    }
+    Err(keys.refused(first, &reason))
 }
 
 /// Returns the family whose layout a model is exported in: its own if that can represent its shape, otherwise another

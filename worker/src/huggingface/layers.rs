@@ -40,7 +40,7 @@ impl Windows {
     /// Returns whether a key is one of windows.
     pub(super) fn has(self, key: &str) -> bool {
         let keys: &[&str] = match self {
-            Self::None => &[],
+            Self::None => &[TYPES],
             Self::All(_) => &[WINDOW],
             // Models without such a key have it all the same.
             Self::Switched(_) | Self::Unrotated => &[WINDOW, SWITCH, FIRST, TYPES],
@@ -53,7 +53,12 @@ impl Windows {
     /// Reads all keys. The number of blocks, and which are rotated, must have been read before.
     pub(super) fn read(self, keys: &Keys<'_>, shape: &mut ModelShape) -> Result<(), ModelError> {
         let (window, by_default, pattern) = match self {
-            Self::None => return Ok(()),
+            Self::None => {
+                let full = types(keys, shape.layers)?.unwrap_or_default();
+                let windowed = full.contains(&false);
+                let reason = "models of this type have no windows";
+                return if windowed { Err(keys.refused(TYPES, reason)) } else { Ok(()) };
+            }
             Self::All(default) => {
                 shape.window = window(keys, default)?.unwrap_or(0);
                 return Ok(());

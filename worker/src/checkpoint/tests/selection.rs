@@ -54,6 +54,10 @@ fn newer_saves_that_were_never_completed_are_named_with_their_contents() {
     assert_eq!(rejected.len(), 2, "{rejected:?}");
     assert!(rejected.iter().zip(expected).all(|(text, start)| text.starts_with(start)), "{rejected:?}");
     assert_eq!(fs_err::read_dir(dir.path()).unwrap().count(), 4, "a running job may still write there");
+    let running = Lock::acquire(dir.path(), "job").unwrap();
+    assert!(choose(dir.path()).unwrap().unwrap().rejected.is_empty(), "these are being saved");
+    drop(running);
+    assert_eq!(choose(dir.path()).unwrap().unwrap().rejected.len(), 2);
 }
 
 #[test]

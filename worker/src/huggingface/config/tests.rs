@@ -440,6 +440,22 @@ fn refused(shape: &ModelShape, key: &str, value: Value) -> String {
 }
 
 #[test]
+fn keys_of_other_programs_are_accepted_or_named_together() {
+    let mut config = write_own(&preset("llama-1b"), TokenIds::default());
+    config["layer_types"] = json!(vec!["full_attention"; 16]);
+    config["model_name"] = json!("unsloth/Llama-3.2-1B");
+    config["tokenizer_model_max_length"] = json!(4096);
+    read(&config).unwrap();
+    config["my_key"] = json!(1);
+    config["our_key"] = json!("x");
+    let error = read(&config).unwrap_err().to_string();
+    assert!(
+        error.contains("`my_key`: 1 is not supported") && error.ends_with("holds for \"our_key\""),
+        "{error}"
+    );
+}
+
+#[test]
 fn what_this_trainer_does_not_compute_is_refused_by_its_key() {
     for (key, value) in [
         ("activation_function", json!("relu")),
@@ -463,6 +479,7 @@ fn what_this_trainer_does_not_compute_is_refused_by_its_key() {
         ("hidden_act", json!("relu6")),
         ("sliding_window", json!(4096)),
         ("layer_types", json!(["full_attention"])),
+        ("layer_types", json!(vec!["sliding_attention"; 16])),
         ("partial_rotary_factor", json!(0.5)),
         ("rope_theta", json!(7)),
         ("rope_scaling", json!({"rope_type": "default"})),
