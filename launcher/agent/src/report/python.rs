@@ -67,6 +67,26 @@ pub(super) fn from_error_file(file: &str) -> Option<Exception> {
 /// Returns the exception of the last traceback in these lines.
 pub(super) fn exception(lines: &[String]) -> Option<Exception> {
     let lines: Vec<&str> = lines.iter().map(|line| without_rank(line)).collect();
+    match lines.iter().rposition(|line| is_header(line)) {
+        Some(begin) if lines[begin].starts_with(GROUP_TRACEBACK) => group(&lines[begin + 1..]),
+        _ => traced(&lines),
+    }
+}
+
+/// Returns an exception group, and the first of its exceptions, whose traceback is the next block of lines.
+fn group(lines: &[&str]) -> Option<Exception> {
+    let mut blocks = lines.split(|line| line.trim_start().starts_with("+-"));
+    let block = |lines: &[&str]| -> Option<Exception> {
+        let inner = lines.iter().map(|line| line.trim_start().strip_prefix('|').unwrap_or(line));
+        traced(&inner.map(|line| line.strip_prefix(' ').unwrap_or(line)).collect::<Vec<_>>())
+    };
+    let group = block(blocks.next()?)?;
+    let Some(first) = blocks.next().and_then(block) else { return Some(group) };
+    let line = format!("{}, the first of which is {}", group.line, first.line);
+    Some(Exception { line, place: first.place.or(group.place) })
+}
+
+fn traced(lines: &[&str]) -> Option<Exception> {
     let deepest = lines.iter().rposition(|line| frame(line).is_some())?;
     let indented = |line: &&str| line.starts_with([' ', '\t']) || line.is_empty();
     let after = &lines[deepest + 1..];
@@ -88,7 +108,14 @@ pub(super) fn exception(lines: &[String]) -> Option<Exception> {
 
 /// Returns the index of the line at which the last traceback begins.
 pub(super) fn last_traceback(lines: &[String]) -> Option<usize> {
-    lines.iter().rposition(|line| without_rank(line).starts_with("Traceback (most recent call last)"))
+    lines.iter().rposition(|line| is_header(without_rank(line)))
+}
+
+/// Header of the traceback of an exception group (PEP 654), as in Python 3.11.
+const GROUP_TRACEBACK: &str = "  + Exception Group Traceback (most recent call last)";
+
+fn is_header(line: &str) -> bool {
+    line.starts_with("Traceback (most recent call last)") || line.starts_with(GROUP_TRACEBACK)
 }
 
 /// Returns the lines before the messages of an abort, which are that of C++ and faulthandler's stacks. The frames of
@@ -168,6 +195,37 @@ RuntimeError: shapes do not match:
         assert_eq!(seen(text), Some(expected.clone()));
         let ranked: String = text.lines().map(|line| format!("[rank12]: {line}\n")).collect();
         assert_eq!(seen(&ranked), Some(expected));
+    }
+
+    #[test]
+    fn group_is_named_with_its_first_exception() {
+        let text = "\
+step 1
+  + Exception Group Traceback (most recent call last):
+  |   File \"/w/a.py\", line 6, in <module>
+  |     asyncio.run(main())
+  |   File \"/usr/lib/python3.11/asyncio/taskgroups.py\", line 145, in __aexit__
+  |     raise me from None
+  | ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File \"/w/a.py\", line 2, in bad
+    |     raise ValueError(\"one\")
+    | ValueError: one
+    +---------------- 2 ----------------
+    | KeyError: 'two'
+    +------------------------------------
+";
+        let group = "ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions)";
+        let first = format!("{group}, the first of which is ValueError: one");
+        assert_eq!(seen(text), Some((first.clone(), Some("/w/a.py:2".into()))));
+        let ranked: String = text.lines().map(|line| format!("[rank3]: {line}\n")).collect();
+        assert_eq!(seen(&ranked), Some((first, Some("/w/a.py:2".into()))));
+        // An exception that was never raised has no traceback.
+        let (before, after) = text.split_once("    | Traceback").unwrap();
+        let text = format!("{before}    | ValueError: one\n{}", after.split_once("one\n").unwrap().1);
+        assert_eq!(seen(&text), Some((group.into(), Some("/w/a.py:6".into()))));
+        assert_eq!(last_traceback(&lines(&text)), Some(1));
     }
 
     #[test]
