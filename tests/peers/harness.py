@@ -1,6 +1,6 @@
 """Runs lm-evaluation-harness against `xlaunch serve`, and against the exported model with its `hf` backend.
 
-    python3 tests/peers/harness.py --xlaunch PATH      # needs torch, transformers, lm-eval[api]
+    python3 tests/peers/harness.py --xlaunch PATH      # needs torch, transformers, lm-eval[api,hf]
 
 A small model is trained for a few steps. Its run is served, and its export is loaded by transformers. Four tasks of
 local data, one for each kind of request: `loglikelihood`, `multiple_choice`, `loglikelihood_rolling` over texts of

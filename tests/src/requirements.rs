@@ -65,8 +65,9 @@ pub fn trl() -> Requirement {
 
 /// Requires lm-evaluation-harness, with its client for servers.
 pub fn evaluation_harness() -> Requirement {
-    let modules = python_modules(&["torch", "transformers", "aiohttp", "tenacity", "lm_eval"]);
-    modules.map_err(|error| error.replace("aiohttp tenacity lm_eval", "\"lm-eval[api]\""))
+    let modules =
+        python_modules(&["torch", "transformers", "aiohttp", "tenacity", "accelerate", "peft", "lm_eval"]);
+    modules.map_err(|error| error.replace("aiohttp tenacity accelerate peft lm_eval", "\"lm-eval[api,hf]\""))
 }
 
 /// A small package with a published tokenizer, and what it is compared with.
