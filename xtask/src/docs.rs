@@ -26,7 +26,7 @@ struct Block {
 /// Runs the blocks of these files, or of all documents. Returns whether every block succeeds.
 pub(crate) fn run(workspace: &Workspace, files: &[String]) -> Result<bool, Error> {
     let documents: Vec<PathBuf> = match files {
-        [] => workspace.files()?.into_iter().filter(|file| is_document(file)).collect(),
+        [] => workspace.files()?.iter().filter(|file| is_document(file)).cloned().collect(),
         _ => files.iter().map(PathBuf::from).collect(),
     };
     let (mut passed, mut failed) = (0, 0);

@@ -39,7 +39,7 @@ fn sources(workspace: &Workspace, package: &Package) -> Result<BTreeSet<PathBuf>
     for entry in &package.entries {
         files.extend(syntax::modules(entry, &read)?.into_iter().map(|module| module.file));
     }
-    files.extend(workspace.files()?.into_iter().filter(|file| is_other_source(workspace, package, file)));
+    files.extend(workspace.files()?.iter().filter(|file| is_other_source(workspace, package, file)).cloned());
     Ok(files)
 }
 

@@ -1,5 +1,6 @@
 //! The repository: its root, its files and the crates of its workspace.
 
+use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
@@ -14,6 +15,7 @@ pub(crate) struct Workspace {
     pub(crate) packages: Vec<Package>,
     /// Names of test targets with `test = false`, which `cargo test` runs only by name.
     pub(crate) large_suites: Vec<String>,
+    files: OnceCell<Vec<PathBuf>>,
 }
 
 /// A crate of the workspace.
@@ -34,19 +36,22 @@ impl Workspace {
         metadata.args(["metadata", "--no-deps", "--format-version", "1", "--locked"]);
         let metadata = serde_json::from_str(&output(&mut metadata)?)?;
         let (packages, large_suites) = (packages(&root, &metadata), large_suites(&metadata));
-        Ok(Self { root, packages, large_suites })
+        Ok(Self { root, packages, large_suites, files: OnceCell::new() })
     }
 
     /// Returns the files that git tracks or would track, relative to the root, sorted. Tests do without git, which a
     /// machine with an unpacked source archive may lack.
-    pub(crate) fn files(&self) -> Result<Vec<PathBuf>, Error> {
+    pub(crate) fn files(&self) -> Result<&[PathBuf], Error> {
+        if let Some(files) = self.files.get() {
+            return Ok(files);
+        }
         let listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"];
         let listing = output(Command::new("git").args(listing).current_dir(&self.root))?;
         let mut files: Vec<PathBuf> = listing.split_terminator('\0').map(PathBuf::from).collect();
         // A file that is deleted but not yet staged is still listed.
         files.retain(|file| self.root.join(file).is_file());
         files.sort();
-        Ok(files)
+        Ok(self.files.get_or_init(|| files))
     }
 
     pub(crate) fn read(&self, file: &Path) -> Result<String, Error> {

@@ -83,7 +83,7 @@ fn files(workspace: &Workspace, check: fn(&Path, &str) -> Vec<Violation>) -> Res
         "c",
     ];
     let mut violations = Vec::new();
-    for file in &workspace.files()? {
+    for file in workspace.files()? {
         let extension = file.extension().map_or("sh", |extension| extension.to_str().unwrap_or_default());
         if EXTENSIONS.contains(&extension) && !file.starts_with("proto/src/generated") {
             violations.extend(check(file, &workspace.read(file)?));

@@ -47,9 +47,11 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Vec<Violation>, Error> {
 
 /// Returns the `.proto` files, with their paths.
 fn sources(workspace: &Workspace) -> Result<Vec<(PathBuf, String)>, Error> {
-    let mut files = workspace.files()?;
-    files.retain(|file| file.extension().is_some_and(|extension| extension == "proto"));
-    files.into_iter().map(|file| workspace.read(&file).map(|text| (file, text))).collect()
+    let files = workspace
+        .files()?
+        .iter()
+        .filter(|file| file.extension().is_some_and(|extension| extension == "proto"));
+    files.map(|file| Ok((file.clone(), workspace.read(file)?))).collect()
 }
 
 fn stale(sources: &[(PathBuf, String)], code: &str, descriptors: &[u8]) -> Vec<Violation> {
