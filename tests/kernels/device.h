@@ -48,9 +48,9 @@ inline To bit_cast(From x) {
     return y;
 }
 inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __uint_as_float(unsigned x) { return bit_cast<float>(x); }
 inline float __int_as_float(int x) { return bit_cast<float>(x); }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 // The bytes of a and b (b in the upper half) that are selected by the four lowest digits of the selector.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;

@@ -196,7 +196,7 @@ impl RunDir {
         self.entry.as_ref().map_or(Ok(false), Entry::restore)
     }
 
-    /// Returns a warning if there is no link `latest` beside a training run.
+    /// Returns a warning if a training run has no link `latest` next to it.
     pub fn without_link(&self) -> Option<String> {
         let latest = self.path.parent()?.join(LATEST);
         let problem = match fs_err::symlink_metadata(&latest) {

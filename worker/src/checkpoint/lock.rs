@@ -41,11 +41,11 @@ impl Lock {
         let mut file = options.read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
         let mut warning = None;
         let mut locked = file.file().try_lock();
-        for _ in 0..RETRIES {
-            if matches!(locked, Err(std::fs::TryLockError::WouldBlock)) {
-                std::thread::sleep(PAUSE);
-                locked = file.file().try_lock();
-            }
+        let mut retries = RETRIES;
+        while retries > 0 && matches!(locked, Err(std::fs::TryLockError::WouldBlock)) {
+            std::thread::sleep(PAUSE);
+            locked = file.file().try_lock();
+            retries -= 1;
         }
         match locked {
             Ok(()) => {}
@@ -76,7 +76,7 @@ impl Lock {
     }
 }
 
-/// Returns whether a job uses this directory, as far as its file system tells.
+/// Returns whether a job has locked this directory; false if its file system has no locks.
 pub(crate) fn is_held(dir: &Path) -> bool {
     let Ok(file) = File::open(dir.join(NAME)) else { return false };
     matches!(file.file().try_lock_shared(), Err(std::fs::TryLockError::WouldBlock))

@@ -53,12 +53,12 @@ impl Windows {
     /// Reads all keys. The number of blocks, and which are rotated, must have been read before.
     pub(super) fn read(self, keys: &Keys<'_>, shape: &mut ModelShape) -> Result<(), ModelError> {
         let (window, by_default, pattern) = match self {
-            Self::None => {
-                let full = types(keys, shape.layers)?.unwrap_or_default();
-                let windowed = full.contains(&false);
-                let reason = "models of this type have no windows";
-                return if windowed { Err(keys.refused(TYPES, reason)) } else { Ok(()) };
-            }
+            Self::None => match types(keys, shape.layers)? {
+                Some(full) if full.contains(&false) => {
+                    return Err(keys.refused(TYPES, "models of this type have no windows"));
+                }
+                _ => return Ok(()),
+            },
             Self::All(default) => {
                 shape.window = window(keys, default)?.unwrap_or(0);
                 return Ok(());

@@ -4,6 +4,10 @@ use std::fmt;
 
 use serde::Deserialize;
 
+/// Headers of the traceback of an exception, and of that of a group of them (PEP 654).
+const TRACEBACK: &str = "Traceback (most recent call last)";
+const GROUP_TRACEBACK: &str = "  + Exception Group Traceback (most recent call last)";
+
 /// An uncaught exception.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Exception {
@@ -86,6 +90,7 @@ fn group(lines: &[&str]) -> Option<Exception> {
     Some(Exception { line, place: first.place.or(group.place) })
 }
 
+/// Returns the exception of the last traceback that is not in a group.
 fn traced(lines: &[&str]) -> Option<Exception> {
     let deepest = lines.iter().rposition(|line| frame(line).is_some())?;
     let indented = |line: &&str| line.starts_with([' ', '\t']) || line.is_empty();
@@ -111,11 +116,8 @@ pub(super) fn last_traceback(lines: &[String]) -> Option<usize> {
     lines.iter().rposition(|line| is_header(without_rank(line)))
 }
 
-/// Header of the traceback of an exception group (PEP 654), as in Python 3.11.
-const GROUP_TRACEBACK: &str = "  + Exception Group Traceback (most recent call last)";
-
 fn is_header(line: &str) -> bool {
-    line.starts_with("Traceback (most recent call last)") || line.starts_with(GROUP_TRACEBACK)
+    line.starts_with(TRACEBACK) || line.starts_with(GROUP_TRACEBACK)
 }
 
 /// Returns the lines before the messages of an abort, which are that of C++ and faulthandler's stacks. The frames of

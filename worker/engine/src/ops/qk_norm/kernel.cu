@@ -283,14 +283,12 @@ __device__ inline void some_heads_bwd(const QkvRows<WIDE>& s, const ACT* __restr
     if (pair < s.half()) factors = s.factors(gamma, pair, offset);
     Ahead<WIDE, 2> ahead = {s, pair, {qkv, dqkv}};
     auto is_valid = [&](unsigned head) { return head < order.count && pair < s.half(); };
-    auto start = [&](unsigned head) {
-        unsigned row = head / heads;
-        ahead.start(is_valid(head), s.at(row, first_head + head - row * heads));
-    };
+    auto offset_of = [&](unsigned head, unsigned row) { return s.at(row, first_head + head - row * heads); };
+    auto start = [&](unsigned head) { ahead.start(is_valid(head), offset_of(head, head / heads)); };
     for (unsigned i = 0; i < ahead.ITEMS; i++) start(order.of_group(i));
     for (unsigned i = 0; order.at(i) < order.count; i++) {
         unsigned index = order.of_group(i), row = index / heads;
-        i64 at = s.at(row, first_head + index - row * heads);
+        i64 at = offset_of(index, row);
         // All lanes of a warp take part in the sums.
         bool valid = is_valid(index);
         if (valid && row != angles_row) angles = s.angles(table, row, pair);
@@ -432,8 +430,11 @@ __device__ inline void full_bwd(const QkvRows<WIDE>& s, const ACT* __restrict__ 
     Ahead<WIDE, 2> ahead = {s, first.pair, {qkv, dqkv}};
     auto start = [&](i64 row) { ahead.start(inside && row < s.rows, s.at(row, first.head)); };
     for (unsigned i = 0; i < ahead.ITEMS; i++) start(blockIdx.x + i * gridDim.x);
+    auto load_factors = [&](const Item& item) {
+        return s.factors(s.of(item, q_gamma, k_gamma), item.pair, offset);
+    };
     Pairs first_factors = {}, first_dgamma = {};
-    if (inside) first_factors = s.factors(s.of(first, q_gamma, k_gamma), first.pair, offset);
+    if (inside) first_factors = load_factors(first);
     int buffer = 0;
     for (i64 row = blockIdx.x; row < s.rows; row += gridDim.x) {
         auto at = [&](const Item& item) { return s.at(row, item.head); };
@@ -441,9 +442,6 @@ __device__ inline void full_bwd(const QkvRows<WIDE>& s, const ACT* __restrict__ 
             Pairs dz = s.load(dqkv + at(item), item.pair);
             rotate(dz, s.angles(table, row, item.pair), -1.0f);
             return dz;
-        };
-        auto load_factors = [&](const Item& item) {
-            return s.factors(s.of(item, q_gamma, k_gamma), item.pair, offset);
         };
         // Squares of queries and of keys, then their products.
         float sums[4] = {};
