@@ -158,8 +158,8 @@ const MISTAKES: &[Mistake] = &[
         "(int)window);\n    }\n    float ones", Tf32, WIDTH_16, TOO_EARLY,
     ),
     mistake(
-        "attention/mma_whole_head.cu", "rotate(k, table, seq);\n    __syncthreads();",
-        "rotate(k, table, seq);", Bf16, WHOLE_HEAD_ROPE, SHARED_READ_RACE,
+        "attention/mma_whole_head.cu", "rotate(k, seq);\n    }\n    __syncthreads();",
+        "rotate(k, seq);\n    }\n", Bf16, WHOLE_HEAD_ROPE, SHARED_READ_RACE,
     ),
     mistake(
         "fp8/kernel.cu", "    __syncthreads();\n    for (int i", "    for (int i", Bf16, "fp8", TOO_EARLY,

@@ -319,9 +319,8 @@ __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M
     if constexpr (DK) accumulate(dk, dp, q);
 }
 
-// Dot product of eight neighbouring elements.
-__device__ inline float dot8(const ACT* a, const ACT* b) {
-    Vec8 x = unpack(fetch8(a)), y = unpack(fetch8(b));
+__device__ inline float dot8(const Packed<ACT>& a, const Packed<ACT>& b) {
+    Vec8 x = unpack(a), y = unpack(b);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) sum += x.x[i] * y.x[i];

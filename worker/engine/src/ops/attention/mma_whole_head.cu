@@ -9,25 +9,46 @@ __device__ inline int warp_tile(int round) {
     return round * WARPS + (round % 2 ? WARPS - 1 - warp : warp);
 }
 
-// Rotary embedding of a head's queries or keys in shared memory, if there is a table (layout as in rope/kernel.cu).
-__device__ inline void rotate(ACT* x, const float* table, i64 seq) {
-    constexpr int CHUNKS = WIDTH / 16;
-    if (!table) return;
-    for (int i = threadIdx.x; i < seq * CHUNKS; i += THREADS) {
-        int r = i / CHUNKS, c = i % CHUNKS;
-        const float* angles = table + r * WIDTH + c * 8;
-        ACT *low = x + swizzle(r, c), *high = x + swizzle(r, c + CHUNKS);
-        Vec8 cosine = unpack(fetch8(angles)), sine = unpack(fetch8(angles + WIDTH / 2));
-        Vec8 a = unpack(fetch8(low)), b = unpack(fetch8(high)), rotated_a, rotated_b;
+// Vectors of eight elements in a row, and those that rotary embedding pairs with others.
+constexpr int CHUNKS = WIDTH / 8, PAIRS = CHUNKS / 2;
+
+// This thread's part of the table of the rotary embedding (layout as in rope/kernel.cu), fetched while q and k are
+// copied.
+struct Angles {
+    static constexpr int ITEMS = MAX_SEQ * PAIRS / THREADS;
+    Packed<float> cosine[ITEMS], sine[ITEMS];
+
+    __device__ Angles(const float* table, i64 seq) {
+        if (!table) return;
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            rotated_a.x[j] = a.x[j] * cosine.x[j] - b.x[j] * sine.x[j];
-            rotated_b.x[j] = b.x[j] * cosine.x[j] + a.x[j] * sine.x[j];
+        for (int i = 0; i < ITEMS; i++) {
+            int item = threadIdx.x + i * THREADS;
+            const float* angles = table + item / PAIRS * WIDTH + item % PAIRS * 8;
+            if (item / PAIRS >= seq) break;
+            cosine[i] = fetch8(angles);
+            sine[i] = fetch8(angles + WIDTH / 2);
         }
-        store8(low, rotated_a);
-        store8(high, rotated_b);
     }
-}
+
+    // Rotates a head's queries or keys in shared memory.
+    __device__ void rotate(ACT* x, i64 seq) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int item = threadIdx.x + i * THREADS, r = item / PAIRS, c = item % PAIRS;
+            if (r >= seq) break;
+            ACT *low = x + swizzle(r, c), *high = x + swizzle(r, c + PAIRS);
+            Vec8 a = unpack(fetch8(low)), b = unpack(fetch8(high)), rotated_a, rotated_b;
+            Vec8 cos = unpack(cosine[i]), sin = unpack(sine[i]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                rotated_a.x[j] = a.x[j] * cos.x[j] - b.x[j] * sin.x[j];
+                rotated_b.x[j] = b.x[j] * cos.x[j] + a.x[j] * sin.x[j];
+            }
+            store8(low, rotated_a);
+            store8(high, rotated_b);
+        }
+    }
+};
 
 // Rotates the gradients of this warp's rows, from row `first`, back. Both elements of a pair are in the same thread.
 template <int M>
@@ -36,15 +57,20 @@ __device__ inline void rotate_back(float (&c)[M][WIDTH / 8][4], const float* tab
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int row = first + row_of(m, i);
+        for (int half = 0; half < 2; half++) {
+            int row = first + row_of(m, 2 * half);
             if (row >= seq) continue;
 #pragma unroll
             for (int n = 0; n < WIDTH / 16; n++) {
-                const float* angle = table + row * WIDTH + column_of(n, i);
-                float cosine = angle[0], sine = angle[WIDTH / 2], a = c[m][n][i], b = c[m][n + WIDTH / 16][i];
-                c[m][n][i] = a * cosine + b * sine;
-                c[m][n + WIDTH / 16][i] = b * cosine - a * sine;
+                const float* angles = table + row * WIDTH + column_of(n, 0);
+                float2 cosine = *(const float2*)angles, sine = *(const float2*)(angles + WIDTH / 2);
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float &low = c[m][n][2 * half + i], &high = c[m][n + WIDTH / 16][2 * half + i], a = low, b = high;
+                    float cos = i ? cosine.y : cosine.x, sin = i ? sine.y : sine.x;
+                    low = a * cos + b * sin;
+                    high = b * cos - a * sin;
+                }
             }
         }
 }
@@ -65,9 +91,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     copy_rows<MAX_SEQ>(k, qkv + layout.k_at(head), row, 0, seq);
     copy_rows<MAX_SEQ>(v, qkv + layout.v_at(head), row, 0, seq);
     commit_copies();
-    wait_for_tiles<0, MAX_SEQ, MAX_SEQ>(true, q, k, v);
-    rotate(q, table, seq);
-    rotate(k, table, seq);
+    Angles angles(table, seq);
+    wait_copies<0>();
+    __syncthreads();
+    if (table) {
+        angles.rotate(q, seq);
+        angles.rotate(k, seq);
+    }
     __syncthreads();
     int tiles = ((int)seq + ROWS - 1) / ROWS;
     Scores factors(scale, 0.0f);
@@ -94,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     attention_bwd_whole(const ACT* qkv, const float* table, const ACT* out, const ACT* dout, const float* lse,
                         ACT* dqkv, i64 seq, i64 heads, float scale) {
     pdl_wait_and_launch();
-    constexpr int M = 2, N = WHOLE_BWD_COLS / 8, ROWS = 16 * M, CHUNKS = WIDTH / 8;
+    constexpr int M = 2, N = WHOLE_BWD_COLS / 8, ROWS = 16 * M;
     extern __shared__ float4 memory[];
     ACT* q = (ACT*)memory;
     ACT *k = q + MAX_SEQ * WIDTH, *v = k + MAX_SEQ * WIDTH, *o = v + MAX_SEQ * WIDTH;
@@ -112,15 +142,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     copy_rows<MAX_SEQ>(v, qkv + layout.v_at(head), row, 0, seq);
     copy_rows<MAX_SEQ>(o, dout, width, 0, seq);
     commit_copies();
-    for (int i = threadIdx.x; i < MAX_SEQ; i += THREADS) head_lse[i] = i < seq ? lse[i] * LOG2E : 0.0f;
-    wait_for_tiles<0, 2 * MAX_SEQ, MAX_SEQ>(true, q, v, o);
-    rotate(q, table, seq);
-    rotate(k, table, seq);
-    // delta = dout . out, with CHUNKS threads per row.
+    // out, of which delta = dout . out is computed with CHUNKS threads per row, is fetched meanwhile.
+    constexpr int VECTORS = MAX_SEQ * CHUNKS / THREADS;
+    Packed<ACT> outs[VECTORS];
 #pragma unroll
-    for (int i = threadIdx.x; i < MAX_SEQ * CHUNKS; i += THREADS) {
-        int r = i / CHUNKS, c = i % CHUNKS;
-        float sum = r < seq ? dot8(out + r * width + c * 8, o + swizzle(r, c)) : 0.0f;
+    for (int i = 0; i < VECTORS; i++) {
+        int vector = threadIdx.x + i * THREADS, r = vector / CHUNKS, c = vector % CHUNKS;
+        if (r < seq) outs[i] = fetch8(out + r * width + c * 8);
+    }
+    Angles angles(table, seq);
+    for (int i = threadIdx.x; i < MAX_SEQ; i += THREADS) head_lse[i] = i < seq ? lse[i] * LOG2E : 0.0f;
+    wait_copies<0>();
+    __syncthreads();
+    if (table) {
+        angles.rotate(q, seq);
+        angles.rotate(k, seq);
+    }
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        int vector = threadIdx.x + i * THREADS, r = vector / CHUNKS, c = vector % CHUNKS;
+        float sum = r < seq ? dot8(outs[i], fetch8(o + swizzle(r, c))) : 0.0f;
 #pragma unroll
         for (int lane = CHUNKS / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lane);
         if (c == 0) head_delta[r] = sum;

@@ -106,7 +106,7 @@ pub(crate) enum Kernel {
 /// Maximum size in bytes of a head's q, k, v and dout that a block keeps.
 const WHOLE_HEAD_BYTES: usize = 64 << 10;
 /// Number of keys or queries that a warp of the whole-head kernels visits at a time, in forward and backward.
-const WHOLE_HEAD_COLS: (usize, usize) = (32, 32);
+const WHOLE_HEAD_COLS: (usize, usize) = (32, 16);
 
 /// Threads of a block of the FP32 kernels.
 const FP32_THREADS: u32 = 256;
