@@ -10,6 +10,9 @@ use xlaunch_spec::command::Program;
 /// Looks up a variable of a process's environment.
 pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
+/// Directories in which the C library looks for programs without `PATH`.
+const DEFAULT_PATH: &str = "/bin:/usr/bin";
+
 /// Executes a script with runpy, as torchrun's `--run-path` does.
 const RUN_PATH: &str =
     "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
@@ -65,7 +68,7 @@ fn interpreter(environment: Environment<'_>, own: &[PathBuf]) -> Result<OsString
     if let Some(chosen) = environment("PYTHON_EXEC").filter(|chosen| !chosen.is_empty()) {
         return Ok(chosen);
     }
-    let path = environment("PATH").unwrap_or_default();
+    let path = environment("PATH").unwrap_or_else(|| DEFAULT_PATH.into());
     let candidates = |dir: PathBuf| ["python3", "python"].map(|name| dir.join(name));
     let (called, installed) = own.split_at(own.len().min(1));
     let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(environment);
@@ -91,7 +94,7 @@ fn own_dirs(environment: Environment<'_>) -> Vec<PathBuf> {
     let called = if name.components().count() > 1 {
         std::path::absolute(&name).ok()
     } else {
-        let path = environment("PATH").unwrap_or_default();
+        let path = environment("PATH").unwrap_or_else(|| DEFAULT_PATH.into());
         std::env::split_paths(&path).map(|dir| dir.join(&name)).find(|file| is_executable(file))
     };
     let files = called.into_iter().chain(std::env::current_exe().ok());

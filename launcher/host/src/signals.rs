@@ -62,6 +62,11 @@ impl Signals {
         }
     }
 
+    /// Returns whether a signal waits to be returned by [`next`](Self::next).
+    pub fn has_pending(&self) -> bool {
+        !self.0.is_empty()
+    }
+
     /// Completes `work`, which precedes the first worker of this node, unless a signal ends the launch before.
     /// `notify` shows the user a line.
     ///

@@ -1,6 +1,5 @@
 //! `xlaunch daemon`: the command that `xlaunch.service` runs.
 
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -91,7 +90,7 @@ fn log(foreground: bool) {
     }
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
+        .with_ansi(false)
         .with_target(false);
     tracing_subscriber::registry().with(filter()).with(lines).init();
 }

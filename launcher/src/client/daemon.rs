@@ -119,6 +119,10 @@ impl DaemonClient {
             };
             match connected {
                 Ok(channel) => {
+                    if let Some(what) = super::suspended(&socket).await {
+                        let message = format!("the daemon at {} {what}", socket.display());
+                        return Err(Refusal::new(ExitCode::Retryable, message));
+                    }
                     let client = NodeClient::new(channel).max_decoding_message_size(MAX_REPLY_BYTES);
                     return Ok(Self { socket, client });
                 }

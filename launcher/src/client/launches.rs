@@ -132,6 +132,7 @@ pub(crate) fn is_running(launch: &Running) -> bool {
 }
 
 pub(crate) async fn connect(launch: &Running) -> Result<AgentClient<Channel>, String> {
+    not_suspended(launch).await?;
     let channel =
         super::connect(&launch.socket, AGENT_CALL_TIMEOUT).await.map_err(|_| not_connected(launch))?;
     Ok(AgentClient::new(channel))
@@ -139,6 +140,7 @@ pub(crate) async fn connect(launch: &Running) -> Result<AgentClient<Channel>, St
 
 /// Connects for calls that wait for an event of the job.
 pub(crate) async fn connect_without_call_timeout(launch: &Running) -> Result<AgentClient<Channel>, String> {
+    not_suspended(launch).await?;
     let channel = super::connect_without_call_timeout(&launch.socket, AGENT_CALL_TIMEOUT).await;
     Ok(AgentClient::new(channel.map_err(|_| not_connected(launch))?))
 }
@@ -196,6 +198,10 @@ pub(crate) fn call_error(launch: &Running, status: &tonic::Status) -> String {
         _ if std::error::Error::source(status).is_some() => not_connected(launch),
         _ => format!("{}: {}", launch.name, status.message()),
     }
+}
+
+async fn not_suspended(launch: &Running) -> Result<(), String> {
+    super::suspended(&launch.socket).await.map_or(Ok(()), |what| Err(format!("{} {what}", launch.name)))
 }
 
 fn not_connected(launch: &Running) -> String {

@@ -200,7 +200,11 @@ pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
                     escape(&reply.command_line)
                 );
             }
-            Err(problem) => out += &format!("{name:<longest$}  {}\n", escape(problem)),
+            Err(problem) => {
+                // A message that begins with the name stands beside it here.
+                let problem = problem.strip_prefix(name).map_or(&problem[..], |rest| rest.trim_start_matches([':', ' ']));
+                out += &format!("{name:<longest$}  {}\n", escape(problem));
+            }
         }
     }
     fit(&out, width)

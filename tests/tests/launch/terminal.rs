@@ -24,6 +24,8 @@ xlaunch_harness::tests! {
     worker_that_suspends_itself_on_a_terminal_suspends_the_job,
     ctrl_z_has_no_effect_without_a_shell_that_could_continue_the_job,
     background_job_is_suspended_when_its_script_reads,
+    suspended_job_says_how_to_continue_it_and_ends_at_the_first_kill,
+    end_of_a_progress_bar_precedes_what_is_printed_after_it,
     background_job_whose_script_does_not_read_is_not_suspended,
     password_is_read_without_echo_in_any_rank,
     ranks_that_ask_at_the_same_time_are_all_answered,
@@ -336,6 +338,47 @@ fn background_job_is_suspended_when_its_script_reads() {
         expect("hello bob"),
     ];
     in_shell(&launch, &steps);
+}
+
+fn suspended_job_says_how_to_continue_it_and_ends_at_the_first_kill() {
+    let launch = Launch::new();
+    launch.write("ask.py", &format!("{ASK}else:\n    import time\n    time.sleep(60)\n"));
+    // The worker's request for the terminal races with the signal.
+    for _ in 0..4 {
+        let steps = [
+            send("$X --nproc-per-node 2 ask.py &\n"),
+            expect("suspended, continue with `fg`"),
+            send("until jobs | grep Stopped; do sleep 0.1; done\n"),
+            expect("Stopped  "),
+            send("$X stop\n"),
+            expect("is suspended: continue it with `fg` in its shell, or with `kill -CONT"),
+            // `wait` alone may return the status of the job that was stopped.
+            send("kill %%; while kill -0 $!; do sleep 0.1; done; wait $!; echo code-$?\n"),
+            expect("code-143"),
+        ];
+        in_shell(&launch, &steps);
+    }
+}
+
+/// As tqdm draws it.
+const BAR: &str = "
+import sys, time
+for i in range(21):
+    sys.stderr.write(f'\\r{5 * i}%')
+    time.sleep(0.01)
+sys.stderr.write('\\r100%')
+sys.stderr.write('\\n')
+print('done')
+";
+
+fn end_of_a_progress_bar_precedes_what_is_printed_after_it() {
+    let launch = Launch::new();
+    launch.write("bar.py", BAR);
+    for _ in 0..5 {
+        let shown = launch_on_terminal(&launch, &[expect("done")], &["bar.py"]);
+        let shown = shown.trim_end();
+        assert!(shown.ends_with("100%\r\ndone") || shown.ends_with("100%\ndone"), "{shown:?}");
+    }
 }
 
 fn background_job_whose_script_does_not_read_is_not_suspended() {

@@ -34,12 +34,15 @@ pub(super) struct Membership {
     messages: mpsc::UnboundedSender<FromAgent>,
     prepare: Prepare,
     assignment: Assignment,
+    /// Whether this node has asked to be stopped.
+    stop_requested: bool,
 }
 
 impl Membership {
     pub(super) fn new(group: &Group) -> Self {
         let assignment = Assignment::new(&group.first, &xlaunch_proto::v1::Begin::default());
-        Self { messages: group.link.sender(), prepare: group.first.clone(), assignment }
+        let messages = group.link.sender();
+        Self { messages, prepare: group.first.clone(), assignment, stop_requested: false }
     }
 
     /// Returns the attempt that the coordinator announced last.
@@ -62,9 +65,14 @@ impl Membership {
     }
 
     /// Passes on the wish of the user to stop the job, or of the system to stop this node. The coordinator answers.
-    pub(super) fn request_stop(&self, signal: Option<Signal>) {
+    pub(super) fn request_stop(&mut self, signal: Option<Signal>) {
+        self.stop_requested = true;
         let signal = signal.and_then(|signal| u32::try_from(signal.as_raw()).ok()).unwrap_or(0);
         self.send(FromAgent::StopRequested(StopRequested { signal }));
+    }
+
+    pub(super) fn has_requested_stop(&self) -> bool {
+        self.stop_requested
     }
 
     /// Converts a worker's message to its local rank. Returns `None` if the rank belongs to another node, and thus to

@@ -167,7 +167,7 @@ async fn drive(
             _ = children.recv() => {
                 reap_orphans();
                 driver.restore_reaper();
-                driver.answer_terminal_users().await;
+                driver.answer_terminal_users(&signals).await;
                 Vec::new()
             }
             () = sleep_until(driver.terminal_deadline().into()) => {

@@ -6,12 +6,16 @@ use rustix::process::{Signal, getpid, kill_process};
 
 use super::Driver;
 use xlaunch_host::clock;
-use xlaunch_host::signals::is_ignored;
+use xlaunch_host::signals::{Signals, is_ignored};
 use xlaunch_host::spawn::terminal::{self, Answer, Relayed};
 use xlaunch_host::spawn::{has_stopped_child, run_of};
 
 /// Time for the console to print the reason before this process stops.
 const REASON_FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
+/// Time for signals that arrived together with SIGCONT to reach the driver.
+const SIGNAL_DELAY: Duration = Duration::from_millis(10);
+/// Limit on the wait for the output that precedes a prompt.
+const DRAIN_TIMEOUT: Duration = Duration::from_millis(50);
 
 impl Driver<'_> {
     pub(super) fn terminal_deadline(&self) -> Instant {
@@ -19,7 +23,7 @@ impl Driver<'_> {
     }
 
     /// Answers the workers that were stopped because they use the terminal. Called on SIGCHLD.
-    pub(super) async fn answer_terminal_users(&mut self) {
+    pub(super) async fn answer_terminal_users(&mut self, signals: &Signals) {
         if !has_stopped_child() {
             return;
         }
@@ -30,7 +34,7 @@ impl Driver<'_> {
         });
         for (rank, worker, signal) in stopped.collect::<Vec<_>>() {
             match signal {
-                Signal::TTIN | Signal::TTOU => self.answer_terminal_user(rank, worker).await,
+                Signal::TTIN | Signal::TTOU => self.answer_terminal_user(rank, worker, signals).await,
                 _ => {}
             }
         }
@@ -47,11 +51,17 @@ impl Driver<'_> {
         let _ = kill_process(getpid(), signal);
     }
 
-    async fn answer_terminal_user(&mut self, local_rank: u32, worker: u32) {
+    async fn answer_terminal_user(&mut self, local_rank: u32, worker: u32, signals: &Signals) {
         let rank = self.membership.assignment().first_rank + local_rank;
         match self.terminal.answer(worker) {
-            Some(Answer::Grant) => self.grant_terminal(worker),
+            Some(Answer::Grant) => self.grant_terminal(local_rank, worker).await,
             Some(Answer::Suspend) => {
+                // `kill %1` sends SIGTERM and SIGCONT, and the worker may ask again before SIGTERM has had its effect.
+                tokio::time::sleep(SIGNAL_DELAY).await;
+                if signals.has_pending() || self.membership.has_requested_stop() {
+                    // The worker asks again if it still runs afterwards.
+                    return self.attempt.resume();
+                }
                 // An outer launch gives the terminal to this one, its worker, when that stops itself.
                 if !is_worker() {
                     self.notify(&format!(
@@ -62,7 +72,7 @@ impl Driver<'_> {
                 // The shell may have brought the job to the foreground in the meantime, and would not continue it
                 // again.
                 if self.terminal.answer(worker) == Some(Answer::Grant) {
-                    self.grant_terminal(worker);
+                    self.grant_terminal(local_rank, worker).await;
                 } else {
                     // The kernel sends this to a background process that reads: an outer launch sees the reason.
                     self.suspend(if is_ignored(Signal::TTIN) { Signal::STOP } else { Signal::TTIN });
@@ -81,7 +91,11 @@ impl Driver<'_> {
         }
     }
 
-    fn grant_terminal(&mut self, worker: u32) {
+    async fn grant_terminal(&mut self, local_rank: u32, worker: u32) {
+        // A program writes its prompt to the terminal itself, after what it has printed.
+        if let Some(started) = self.attempt.process(local_rank) {
+            started.output.drain(DRAIN_TIMEOUT).await;
+        }
         if let Err(error) = self.terminal.grant(worker) {
             self.notify(&format!(
                 "process {worker} waits for the terminal, but handing it over failed: {error}"

@@ -10,7 +10,7 @@ use std::io::{ErrorKind, IsTerminal, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use xlaunch_host::spawn::output::follow_size;
 
@@ -26,6 +26,10 @@ pub(super) const PARTIAL_LINE_DELAY: Duration = Duration::from_millis(100);
 /// each interruption, so that ranks that print dots do not get a line for each dot.
 const INTERRUPTION_DELAY: Duration = Duration::from_secs(1);
 const MAX_INTERRUPTION_DELAY: Duration = Duration::from_secs(64);
+/// Limit on the wait of bytes that pass unchanged for the end of another writer's unfinished line, such as that of a
+/// progress bar. The two streams of a rank arrive by different ways, and not always in the order of writing.
+const LINE_END_TIMEOUT: Duration = Duration::from_millis(5);
+const LINE_END_POLL_INTERVAL: Duration = Duration::from_micros(500);
 /// Mark before the rest of an interrupted line.
 const CONTINUATION_MARK: &[u8] = b"[...]";
 /// Writer id of xlaunch itself.
@@ -125,10 +129,18 @@ impl Console {
 
     /// Writes bytes unchanged, in one turn.
     fn pass(&self, writer: u64, bytes: &[u8]) {
+        let give_up = Instant::now() + LINE_END_TIMEOUT;
+        while self.has_line_of_another(writer) && Instant::now() < give_up {
+            std::thread::sleep(LINE_END_POLL_INTERVAL);
+        }
         self.turn(|open| {
             self.write_all(bytes);
-            *open = (!bytes.ends_with(b"\n")).then_some(writer);
+            *open = (!bytes.ends_with(b"\n") && !bytes.ends_with(b"\r")).then_some(writer);
         });
+    }
+
+    fn has_line_of_another(&self, writer: u64) -> bool {
+        lock(&self.open).is_some_and(|open| open != writer)
     }
 
     /// Waits for a turn, and runs `work`. A mutex alone would be unfair: a flooding writer would retake it before the
@@ -267,7 +279,7 @@ impl View {
 
     /// Returns whether the console shows an unfinished line of another writer.
     fn would_interrupt(&self) -> bool {
-        lock(&self.console.open).is_some_and(|open| open != self.writer)
+        self.console.has_line_of_another(self.writer)
     }
 
     /// Returns whether an unfinished line is held back.

@@ -390,6 +390,12 @@ impl RankOutput {
         self.pumps[1].written()
     }
 
+    /// Waits until the worker's output so far has been moved, for at most `timeout` for each stream.
+    pub(crate) async fn drain(&self, timeout: Duration) {
+        let [stdout, stderr] = self.pumps.each_ref().map(Pump::written);
+        tokio::join!(stdout.wait(timeout), stderr.wait(timeout));
+    }
+
     /// Gives the worker's stdout the size of xlaunch's terminal. Returns whether it is a terminal.
     pub(crate) fn resize(&self) -> bool {
         self.pumps[0].resize()
