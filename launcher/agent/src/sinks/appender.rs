@@ -2,7 +2,7 @@
 //!
 //! A record is written completely or not at all: the rest of a failed write is truncated. Records that could not be
 //! written are queued in order until the next write. The queue is bounded; records that do not fit are counted as lost.
-//! A file that someone has deleted begins again. The file is locked as long as it is open, so that programs that follow
+//! A file that someone has moved or deleted begins again. The file is locked as long as it is open, so that programs that follow
 //! it notice a writer that was killed.
 
 use std::collections::VecDeque;
@@ -23,12 +23,14 @@ pub(super) struct Appender {
     waiting: VecDeque<Vec<u8>>,
     waiting_bytes: usize,
     lost: u64,
+    /// Whether the file has begun again since the last [`take_restarted`](Self::take_restarted).
+    restarted: bool,
 }
 
 impl Appender {
     /// Creates an appender. The file at `path` is created with the first record.
     pub(super) fn new(path: PathBuf) -> Self {
-        Self { path, file: None, waiting: VecDeque::new(), waiting_bytes: 0, lost: 0 }
+        Self { path, file: None, waiting: VecDeque::new(), waiting_bytes: 0, lost: 0, restarted: false }
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -43,7 +45,9 @@ impl Appender {
     /// Opens the file, and creates it if necessary.
     pub(super) fn create(&mut self) -> io::Result<&mut File> {
         let is_deleted = |file: &File| file.metadata().is_ok_and(|metadata| metadata.nlink() == 0);
-        if self.file.take_if(|file| is_deleted(file)).is_some() {
+        let is_gone = |file: &File| is_deleted(file) || self.path.try_exists().is_ok_and(|exists| !exists);
+        if self.file.take_if(|file| is_gone(file)).is_some() {
+            self.restarted = true;
             self.path.parent().map_or(Ok(()), fs_err::create_dir_all)?;
         }
         match &mut self.file {
@@ -56,6 +60,11 @@ impl Appender {
                 Ok(none.insert(file))
             }
         }
+    }
+
+    /// Returns whether the file was moved or deleted, and began again, since the last call.
+    pub(super) fn take_restarted(&mut self) -> bool {
+        std::mem::take(&mut self.restarted)
     }
 
     /// Writes the queued records and then this one. If it cannot be written now, it is queued as well.
@@ -133,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn truncated_file_gets_no_hole_and_deleted_one_begins_again() {
+    fn truncated_file_gets_no_hole_and_moved_or_deleted_one_begins_again() {
         let dir = tempfile::tempdir().unwrap();
         let run = dir.path().join("run");
         fs_err::create_dir(&run).unwrap();
@@ -144,8 +153,16 @@ mod tests {
         assert!(reader.file().try_lock().is_err(), "readers see that there is a writer");
         appender.append(b"second\n".into()).unwrap();
         assert_eq!(fs_err::read(&path).unwrap(), b"second\n");
-        fs_err::remove_dir_all(run).unwrap();
+        assert!(!appender.take_restarted());
+        fs_err::remove_dir_all(&run).unwrap();
         appender.append(b"third\n".into()).unwrap();
-        assert_eq!(fs_err::read(path).unwrap(), b"third\n");
+        assert_eq!(fs_err::read(&path).unwrap(), b"third\n");
+        assert!(appender.take_restarted() && !appender.take_restarted());
+        let moved = dir.path().join("moved");
+        fs_err::rename(&run, &moved).unwrap();
+        appender.append(b"fourth\n".into()).unwrap();
+        assert_eq!(fs_err::read(path).unwrap(), b"fourth\n");
+        assert_eq!(fs_err::read(moved.join("records")).unwrap(), b"third\n");
+        assert!(appender.take_restarted());
     }
 }

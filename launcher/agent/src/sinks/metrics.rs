@@ -52,6 +52,10 @@ impl ReportSink for Metrics {
         self.points.flush()
     }
 
+    fn take_warning(&mut self) -> Option<String> {
+        self.points.take_warning()
+    }
+
     fn missing(&self) -> u64 {
         self.points.missing()
     }

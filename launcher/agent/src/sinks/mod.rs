@@ -64,6 +64,11 @@ pub(crate) trait ReportSink: Send + 'static {
         Ok(())
     }
 
+    /// Returns what the user should know since the last call.
+    fn take_warning(&mut self) -> Option<String> {
+        None
+    }
+
     /// Number of reports that are not written: kept for later, or lost.
     fn missing(&self) -> u64 {
         0

@@ -59,6 +59,14 @@ impl Points {
         self.file.flush()
     }
 
+    /// Returns a warning if the file was moved or deleted, and began again, since the last call.
+    pub(super) fn take_warning(&mut self) -> Option<String> {
+        let path = self.file.path().display().to_string();
+        self.file.take_restarted().then(|| {
+            format!("{path} was moved or deleted: it begins again without earlier steps; checkpoints go beside it")
+        })
+    }
+
     /// Number of points that are not in the file.
     pub(super) fn missing(&self) -> u64 {
         self.file.missing()

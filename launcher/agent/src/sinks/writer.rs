@@ -152,6 +152,9 @@ impl<S: ReportSink> Thread<S> {
             Ok(()) if was_failing => printer.print(format!("xlaunch: {} is written again", self.name)),
             _ => {}
         }
+        if let Some(warning) = self.sink.take_warning() {
+            printer.print(format!("xlaunch: {warning}"));
+        }
         Ok(())
     }
 
