@@ -88,10 +88,8 @@ fn log(foreground: bool) {
         tracing_subscriber::registry().with(filter()).with(journal.with_field_prefix(None)).init();
         return;
     }
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(false)
-        .with_target(false);
+    let lines =
+        tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false);
     tracing_subscriber::registry().with(filter()).with(lines).init();
 }
 

@@ -202,7 +202,9 @@ pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
             }
             Err(problem) => {
                 // A message that begins with the name stands beside it here.
-                let problem = problem.strip_prefix(name).map_or(&problem[..], |rest| rest.trim_start_matches([':', ' ']));
+                let problem = problem
+                    .strip_prefix(name)
+                    .map_or(&problem[..], |rest| rest.trim_start_matches([':', ' ']));
                 out += &format!("{name:<longest$}  {}\n", escape(problem));
             }
         }

@@ -2,8 +2,8 @@
 //!
 //! A record is written completely or not at all: the rest of a failed write is truncated. Records that could not be
 //! written are queued in order until the next write. The queue is bounded; records that do not fit are counted as lost.
-//! A file that someone has moved or deleted begins again. The file is locked as long as it is open, so that programs that follow
-//! it notice a writer that was killed.
+//! A file that someone has moved or deleted begins again. The file is locked as long as it is open, so that programs
+//! that follow it notice a writer that was killed.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};

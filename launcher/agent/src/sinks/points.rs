@@ -63,7 +63,9 @@ impl Points {
     pub(super) fn take_warning(&mut self) -> Option<String> {
         let path = self.file.path().display().to_string();
         self.file.take_restarted().then(|| {
-            format!("{path} was moved or deleted: it begins again without earlier steps; checkpoints go beside it")
+            format!(
+                "{path} was moved or deleted: it begins again without earlier steps; checkpoints go beside it"
+            )
         })
     }
 

@@ -53,7 +53,10 @@ extern "C" __global__ void attention_bwd_delta(const ACT* out, const ACT* dout, 
     int chunk = threadIdx.x % LANES;
     bool in_range = row < batch * seq * heads;
     float sum = 0.0f;
-    if (in_range && chunk < CHUNKS) sum = dot8(fetch8(out + row * WIDTH + chunk * 8), fetch8(dout + row * WIDTH + chunk * 8));
+    if (in_range && chunk < CHUNKS) {
+        i64 at = row * WIDTH + chunk * 8;
+        sum = dot8(fetch8(out + at), fetch8(dout + at));
+    }
 #pragma unroll
     for (int lane = LANES / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lane);
     i64 head = row % heads, t = row / heads % seq, b = row / heads / seq;
