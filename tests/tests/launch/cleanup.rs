@@ -63,12 +63,21 @@ fn wait_until_clean(launch: &Launch, run_id: &str) {
 }
 
 fn daemonized_processes_of_workers_are_killed() {
-    for end in ["sleep 0.5; exit 0", "sleep 0.5; exit 9"] {
+    for (code, announced) in [(0, 1), (9, 0)] {
         let launch = Launch::new();
-        let run = launch.run_shell(&[], 2, &format!("{START_DAEMONIZED} {end}"));
+        let run = launch.run_shell(&[], 2, &format!("{START_DAEMONIZED} sleep 0.5; exit {code}"));
         let pids = daemonized(&launch, 2);
-        assert!(!pids.iter().any(|pid| is_alive(*pid)), "{end}: {}", run.stderr);
+        assert!(!pids.iter().any(|pid| is_alive(*pid)), "{code}: {}", run.stderr);
+        // The shells that wait for them run, too.
+        let line = "xlaunch: ended 4 processes that the workers had left running: ";
+        let lines: Vec<&str> = run.stderr.lines().filter(|it| it.starts_with(line)).collect();
+        assert_eq!(lines.len(), announced, "{}", run.stderr);
+        let named = |pid: &u32| lines.iter().all(|line| line.contains(&format!("sh ({pid})")));
+        assert!(pids.iter().all(named), "{pids:?}: {lines:?}");
     }
+    let helper = "sleep 0.2 & exit 0";
+    let run = Launch::new().run_shell(&[], 2, helper);
+    assert_eq!((run.code, run.stderr.as_str()), (0, ""), "a helper ends by itself");
 }
 
 fn killed_launcher_leaves_no_process_file_or_cgroup() {

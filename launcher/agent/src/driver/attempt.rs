@@ -15,6 +15,7 @@ use crate::python::faulthandler;
 use crate::run_dir::rank_dir;
 use crate::state::{Action, Event};
 use xlaunch_host::doctor;
+use xlaunch_host::process::Process;
 use xlaunch_host::spawn::process_tree::ProcessTree;
 use xlaunch_host::spawn::{Exit, Spawned, Worker, gpu_memory};
 use xlaunch_host::system_errors;
@@ -46,6 +47,8 @@ pub(super) struct Attempt {
     pub(super) ends: Vec<WorkerEnd>,
     /// The report may need the evidence of this attempt.
     pub(super) keep_evidence: bool,
+    /// Processes that the workers of a command had left running when all had succeeded, and that were killed.
+    pub(super) left_running: Vec<Process>,
     /// The workers have been sent a signal that ends them.
     signalled: bool,
     /// Workers whose process group has already received a signal from the terminal.
@@ -104,10 +107,16 @@ impl Attempt {
         self.processes.iter().for_each(|processes| processes.signal(signal, &received));
     }
 
-    pub(super) fn kill(&mut self) {
+    /// Kills all processes. Returns those that were running.
+    pub(super) fn kill(&mut self) -> Vec<Process> {
         self.signalled = true;
         self.overdue.get_or_insert(Instant::now() + KILL_DRAIN_TIMEOUT);
-        self.processes.iter().for_each(ProcessTree::kill);
+        self.processes.as_ref().map(ProcessTree::kill).unwrap_or_default()
+    }
+
+    /// Returns whether all workers have exited with 0, without a signal from xlaunch.
+    pub(super) fn has_succeeded(&self) -> bool {
+        !self.signalled && self.ends.iter().all(|end| end.exit == Some(Exit::Code(0)))
     }
 
     /// Makes the Python programs of these ranks print their stacks and exit. Returns whether there are any.
@@ -359,8 +368,9 @@ impl Driver<'_> {
 
     pub(super) async fn end(&self, attempt: &mut Attempt) {
         if let Some(processes) = &attempt.processes {
-            for process in processes.kill_and_wait(KILL_DRAIN_TIMEOUT).await {
-                self.notify(&process.to_string());
+            for survivor in processes.kill_and_wait(KILL_DRAIN_TIMEOUT).await {
+                self.notify(&survivor.to_string());
+                attempt.left_running.retain(|process| process.pid != survivor.pid);
             }
         }
         for started in attempt.workers.iter_mut().flatten() {

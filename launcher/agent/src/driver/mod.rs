@@ -7,7 +7,8 @@
 //! - `events`: what happens to the job; `group`: messages from and to the coordinator of the job's nodes;
 //! - `attempt`: the processes of one attempt; `next_attempt`: processes that wait for it to end; `preload`: the process
 //!   that forks workers, if there is one; `evidence`: evidence about a failure; `hang`: evidence about hanging ranks,
-//!   and their end; `terminal`: workers that use the terminal.
+//!   and their end; `leftovers`: processes that a successful command leaves running; `terminal`: workers that use the
+//!   terminal.
 //! - Everything that depends on the kind of job is in a [`Workload`]; the driver knows only `dyn Workload`.
 //! - The processes of an attempt belong to a [`ProcessTree`](xlaunch_host::spawn::process_tree::ProcessTree), which is
 //!   empty before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
@@ -17,6 +18,7 @@ mod events;
 mod evidence;
 mod group;
 mod hang;
+mod leftovers;
 mod next_attempt;
 mod preload;
 mod terminal;
@@ -358,7 +360,7 @@ impl Driver<'_> {
                         queue.extend(self.decide(Event::NoStacks));
                     }
                 }
-                Action::Kill => self.attempt.kill(),
+                Action::Kill => self.kill_attempt().await,
                 Action::Notify(text) => {
                     self.notify(&text);
                     self.board.send_modify(|board| board.set_reason(&text));
@@ -374,6 +376,7 @@ impl Driver<'_> {
                 Action::End(end) => {
                     self.drop_next().await;
                     self.end_attempt().await;
+                    self.report_leftovers(&end);
                     if let Some(preloader) = self.preloader.take() {
                         preloader.end().await;
                     }

@@ -23,8 +23,8 @@ use super::{children, sys};
 use crate::cgroups;
 use crate::process::Process;
 
-/// Upper bound of the poll interval for killed processes; it starts at 1 ms and doubles.
-const MAX_KILL_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Upper bound of the poll interval for processes that are to disappear; it starts at 1 ms and doubles.
+const MAX_EXIT_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Time for killed processes to disappear when a tree is dropped, which blocks.
 const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -162,13 +162,9 @@ impl ProcessTree {
         self.signal_groups(Signal::CONT, &[]);
     }
 
-    /// Sends SIGKILL to all processes until no new ones appear. Returns before all have exited.
-    pub fn kill(&self) {
-        self.kill_found();
-    }
-
-    /// Kills all processes. Returns those that existed before the signal.
-    fn kill_found(&self) -> Vec<Process> {
+    /// Sends SIGKILL to all processes until no new ones appear. Returns those that existed before the signal, without
+    /// waiting until they have exited.
+    pub fn kill(&self) -> Vec<Process> {
         if let Some(cgroups) = self.cgroups.as_ref().filter(|_| self.has_cgroup()) {
             let found = self.members();
             if found.is_empty() || cgroup::kill(&cgroups.path).is_ok() {
@@ -200,19 +196,29 @@ impl ProcessTree {
         members
     }
 
+    /// Waits until all processes have exited by themselves, for at most `timeout`.
+    pub async fn wait(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        let mut pause = Duration::from_millis(1);
+        while !self.members().is_empty() && Instant::now() < deadline {
+            tokio::time::sleep(pause).await;
+            pause = MAX_EXIT_POLL_INTERVAL.min(pause * 2);
+        }
+    }
+
     /// Kills all processes and waits until they are gone. Returns those that remain after `timeout`: the kernel cannot
     /// end them, usually because a device does not respond.
     pub async fn kill_and_wait(&self, timeout: Duration) -> Vec<Survivor> {
         let deadline = Instant::now() + timeout;
         let mut pause = Duration::from_millis(1);
         loop {
-            let found = self.kill_found();
+            let found = self.kill();
             children::reap_orphans();
             if found.is_empty() || Instant::now() >= deadline {
                 return if found.is_empty() { Vec::new() } else { self.survivors() };
             }
             tokio::time::sleep(pause).await;
-            pause = MAX_KILL_POLL_INTERVAL.min(pause * 2);
+            pause = MAX_EXIT_POLL_INTERVAL.min(pause * 2);
         }
     }
 
@@ -245,7 +251,7 @@ impl Drop for ProcessTree {
         let removed = |cgroups: &Option<RankCgroups>| {
             cgroups.as_ref().is_none_or(|cgroups| cgroups::remove(&cgroups.path).is_ok())
         };
-        while !(self.kill_found().is_empty() && removed(&self.cgroups)) && Instant::now() < deadline {
+        while !(self.kill().is_empty() && removed(&self.cgroups)) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
