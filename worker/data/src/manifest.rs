@@ -121,7 +121,7 @@ pub enum ManifestError {
     /// The new data is complete, but has not replaced all of the old data.
     #[error(
         "{dir} has no {}: `xlaunch data prepare --overwrite` was interrupted while it replaced the data; \
-         run `xlaunch data prepare` with `--output {dir}` again, which finishes that first",
+         run `xlaunch data prepare` with `--output {dir}` and without `--overwrite` to finish that",
         Manifest::FILE,
         dir = dir.display()
     )]

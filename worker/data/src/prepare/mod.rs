@@ -140,11 +140,19 @@ pub struct Progress {
 }
 
 /// Writes the directory. If that fails, removes the written files, and existing data that was to be replaced stays. If
-/// it fails while the new data replaces the existing data, the next preparation finishes the replacement.
+/// it fails while the new data replaces the existing data, the next preparation finishes the replacement, and does
+/// nothing else unless it may replace that data again.
 pub fn prepare(options: &Options, report: &mut dyn FnMut(Event)) -> Result<Manifest, PrepareError> {
     if output::finish_replacement(&options.output)? {
         let dir = options.output.display();
-        report(Event::Note(format!("finished replacing the data in {dir}, which had been interrupted")));
+        let finished = format!("finished replacing the data in {dir}, which had been interrupted");
+        if !options.overwrite {
+            // The data of the interrupted command is complete. Its inputs are not known here, so these are not compared
+            // with them.
+            report(Event::Note(format!("{finished}; no input was read")));
+            return Manifest::read(&options.output).map_err(|error| PrepareError::Data(error.to_string()));
+        }
+        report(Event::Note(finished));
     }
     check(options)?;
     // Find the inputs first: a mistyped input must not destroy the data that is to be replaced.

@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 use std::io::Write;
 
 use super::*;
+use crate::manifest::has_replacement;
 use crate::shard;
 
 /// A directory with inputs, and the data prepared from them in `out`.
@@ -400,9 +401,17 @@ fn interrupted_replacement_is_finished_by_the_next_preparation() {
         if let Err(error) = Manifest::read(&out) {
             let error = error.to_string();
             assert!(error.contains("was interrupted while it replaced the data; run `xlaunch"), "{error}");
+            assert!(error.ends_with("without `--overwrite` to finish that"), "{error}");
+        }
+        if has_replacement(&out) {
             // A mistake in the options does not matter.
             prepared.options.inputs = vec!["/nonexistent".into()];
-            prepared.run().unwrap_err();
+            let (manifest, notes) = prepared.run().unwrap();
+            assert!(
+                notes[0].contains("finished replacing") && notes[0].contains("no input was read"),
+                "{notes:?}"
+            );
+            assert_eq!(manifest, Manifest::read(&out).unwrap());
             assert!(prepared.files() == new, "stopped after {:?}", &steps[..done]);
         }
         prepared.options.inputs = vec![inputs[1].clone()];
@@ -435,6 +444,7 @@ fn replacement_that_fails_is_finished_by_the_next_preparation() {
     assert!(prepared.run().unwrap_err().to_string().contains("failed to write"));
     fs_err::remove_dir(&obstacle).unwrap();
     prepared.options.overwrite = false;
+    prepared.run().unwrap();
     let error = prepared.run().unwrap_err().to_string();
     assert!(error.contains("replace it with --overwrite"), "{error}");
     let manifest = Manifest::read(&out).unwrap();
