@@ -24,6 +24,10 @@ pub(super) async fn read(request: Request) -> Result<Vec<u8>, ApiError> {
         let why = "the request's Content-Type is not application/json";
         return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, why));
     }
+    if let Some(encoding) = encoding(request.headers()) {
+        let why = format!("the request's Content-Encoding `{encoding}` is not supported; send plain JSON");
+        return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, why));
+    }
     match tokio::time::timeout(BODY_TIMEOUT, collect(request.into_body())).await {
         Ok(body) => body,
         Err(_) => {
@@ -53,6 +57,14 @@ async fn collect(body: Body) -> Result<Vec<u8>, ApiError> {
         return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, why));
     }
     Ok(bytes)
+}
+
+/// Returns the encoding of a body that is not sent as it is.
+fn encoding(headers: &HeaderMap) -> Option<String> {
+    let values = headers.get_all(header::CONTENT_ENCODING).iter();
+    let texts = values.map(|value| String::from_utf8_lossy(value.as_bytes()).trim().to_owned());
+    let mut encoded = texts.filter(|text| !text.is_empty() && !text.eq_ignore_ascii_case("identity"));
+    encoded.next()
 }
 
 fn is_json(headers: &HeaderMap) -> bool {

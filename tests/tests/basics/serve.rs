@@ -250,6 +250,17 @@ fn requests_that_cannot_be_answered_are_refused_with_reasons() {
     };
     assert_eq!(status("POST", COMPLETIONS, "application/json", "{\"prompt\": "), 400);
     assert_eq!(status("POST", COMPLETIONS, "text/plain", "{\"prompt\": \"a\"}"), 415);
+    let encoded = |encoding: &str| {
+        let headers =
+            format!("Host: localhost\r\nContent-Type: application/json\r\nContent-Encoding: {encoding}\r\n");
+        server.request("POST", COMPLETIONS, &headers, "{\"prompt\": \"a\", \"max_tokens\": 1}")
+    };
+    let compressed = encoded("gzip");
+    assert!(
+        compressed.status == 415 && compressed.error()["message"].to_string().contains("`gzip`"),
+        "{compressed:?}"
+    );
+    assert_eq!(encoded("Identity").status, 200);
     assert_eq!(status("GET", COMPLETIONS, "application/json", ""), 405);
     assert_eq!(status("GET", "/v1/engines", "application/json", ""), 404);
     let deep = format!("{{\"prompt\": {}{}}}", "[".repeat(100_000), "]".repeat(100_000));
