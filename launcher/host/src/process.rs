@@ -7,6 +7,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 /// Flag in `/proc/PID/stat` of a process that is exiting.
 const PF_EXITING: i64 = 4;
+/// Python's module that a resource tracker runs, in its command line.
+const RESOURCE_TRACKER: &[u8] = b"multiprocessing.resource_tracker";
 
 /// State of a process at the time of reading.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,6 +91,17 @@ impl Process {
     /// Returns whether the process is stopped by a signal.
     pub fn is_stopped(&self) -> bool {
         self.state == 'T'
+    }
+
+    /// Returns whether the process removes the shared memory of processes that have died, and exits after the last of
+    /// them: the resource tracker of Python's `multiprocessing`, or PyTorch's manager of shared memory.
+    pub fn is_cleaner(&self) -> bool {
+        let is_tracker = || {
+            let command = fs_err::read(format!("/proc/{}/cmdline", self.pid)).unwrap_or_default();
+            command.windows(RESOURCE_TRACKER.len()).any(|part| part == RESOURCE_TRACKER)
+        };
+        // The kernel cuts names after 15 bytes.
+        self.name == "torch_shm_manag" || is_tracker()
     }
 
     /// Returns whether the process has exited and only waits to be reaped. A main thread that exits before the other

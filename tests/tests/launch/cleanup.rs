@@ -13,6 +13,8 @@ xlaunch_harness::tests! {
     killed_launcher_leaves_no_process_file_or_cgroup,
     hundreds_of_launches_leave_no_file_or_cgroup,
     launcher_killed_at_any_moment_leaves_nothing;
+    needs requirements::python3:
+    shared_memory_of_workers_is_removed_by_their_resource_trackers;
     needs requirements::pid_namespace:
     runs_in_pid_namespace_without_own_session;
 }
@@ -78,6 +80,32 @@ fn daemonized_processes_of_workers_are_killed() {
     let helper = "sleep 0.2 & exit 0";
     let run = Launch::new().run_shell(&[], 2, helper);
     assert_eq!((run.code, run.stderr.as_str()), (0, ""), "a helper ends by itself");
+}
+
+/// Leaves many segments, so that the resource tracker needs more time than killing it.
+const SHARED_MEMORY: &str = "
+import os, sys
+from multiprocessing import shared_memory
+rank = os.environ['RANK']
+held = [shared_memory.SharedMemory(create=True, size=1, name=f'{sys.argv[1]}-{rank}-{i}') for i in range(200)]
+if sys.argv[2] == 'kill' and rank == '1':
+    os.kill(os.getpid(), 9)
+os._exit(0)
+";
+
+fn shared_memory_of_workers_is_removed_by_their_resource_trackers() {
+    for (how, code) in [("exit", 0), ("kill", 1)] {
+        let launch = Launch::new();
+        launch.write("shared.py", SHARED_MEMORY);
+        let name = format!("xlaunch-test-{}-{how}", std::process::id());
+        let run = launch.run(&["--nproc-per-node", "2", "shared.py", &name, how]);
+        let files = std::fs::read_dir("/dev/shm").unwrap().flatten();
+        let left: Vec<_> =
+            files.filter(|file| file.file_name().to_string_lossy().starts_with(&name)).collect();
+        assert!(left.is_empty(), "{how}: {} of 400 segments", left.len());
+        assert_eq!(run.code, code, "{}", run.stderr);
+        assert!(!run.stderr.contains("left running"), "{}", run.stderr);
+    }
 }
 
 fn killed_launcher_leaves_no_process_file_or_cgroup() {

@@ -5,6 +5,7 @@
 //! [`adopt_orphans`](super::adopt_orphans) to find processes that have lost their parent and cleared their environment.
 //! Either way [`ProcessTree::kill_and_wait`] leaves only processes that the kernel itself cannot kill.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -25,6 +26,8 @@ use crate::process::Process;
 
 /// Upper bound of the poll interval for processes that are to disappear; it starts at 1 ms and doubles.
 const MAX_EXIT_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Time for cleaners to exit by themselves. PyTorch's manager waits 2 s for further clients first.
+const CLEANING_TIMEOUT: Duration = Duration::from_secs(4);
 /// Time for killed processes to disappear when a tree is dropped, which blocks.
 const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -162,16 +165,28 @@ impl ProcessTree {
         self.signal_groups(Signal::CONT, &[]);
     }
 
-    /// Sends SIGKILL to all processes until no new ones appear. Returns those that existed before the signal, without
-    /// waiting until they have exited.
+    /// Sends SIGKILL to all processes, except for [cleaners](Process::is_cleaner), until no new ones appear. Returns
+    /// those that existed before the signal, without waiting until they have exited.
     pub fn kill(&self) -> Vec<Process> {
+        self.kill_except(Process::is_cleaner).0
+    }
+
+    /// Like [`kill`](Self::kill), but spares other processes. Also returns whether there are any.
+    fn kill_except(&self, is_spared: impl Fn(&Process) -> bool) -> (Vec<Process>, bool) {
+        let has_spared = Cell::new(false);
+        let members = || {
+            let (spared, others): (Vec<_>, Vec<_>) = self.members().into_iter().partition(&is_spared);
+            has_spared.set(!spared.is_empty());
+            others
+        };
         if let Some(cgroups) = self.cgroups.as_ref().filter(|_| self.has_cgroup()) {
-            let found = self.members();
-            if found.is_empty() || cgroup::kill(&cgroups.path).is_ok() {
-                return found;
+            let found = members();
+            if !has_spared.get() && (found.is_empty() || cgroup::kill(&cgroups.path).is_ok()) {
+                return (found, false);
             }
         }
-        membership::kill(|| self.members())
+        let found = membership::kill(members);
+        (found, has_spared.get())
     }
 
     /// Returns the processes that still exist.
@@ -206,16 +221,18 @@ impl ProcessTree {
         }
     }
 
-    /// Kills all processes and waits until they are gone. Returns those that remain after `timeout`: the kernel cannot
-    /// end them, usually because a device does not respond.
+    /// Kills all processes and waits until they are gone. Cleaners have some time to exit by themselves. Returns those
+    /// that remain after `timeout`: the kernel cannot end them, usually because a device does not respond.
     pub async fn kill_and_wait(&self, timeout: Duration) -> Vec<Survivor> {
-        let deadline = Instant::now() + timeout;
+        let start = Instant::now();
         let mut pause = Duration::from_millis(1);
         loop {
-            let found = self.kill();
+            let is_cleaning = start.elapsed() < CLEANING_TIMEOUT;
+            let (found, has_cleaners) = self.kill_except(|process| is_cleaning && process.is_cleaner());
             children::reap_orphans();
-            if found.is_empty() || Instant::now() >= deadline {
-                return if found.is_empty() { Vec::new() } else { self.survivors() };
+            let is_empty = found.is_empty() && !has_cleaners;
+            if is_empty || start.elapsed() >= timeout {
+                return if is_empty { Vec::new() } else { self.survivors() };
             }
             tokio::time::sleep(pause).await;
             pause = MAX_EXIT_POLL_INTERVAL.min(pause * 2);
@@ -251,7 +268,9 @@ impl Drop for ProcessTree {
         let removed = |cgroups: &Option<RankCgroups>| {
             cgroups.as_ref().is_none_or(|cgroups| cgroups::remove(&cgroups.path).is_ok())
         };
-        while !(self.kill().is_empty() && removed(&self.cgroups)) && Instant::now() < deadline {
+        while !(self.kill_except(|_| false).0.is_empty() && removed(&self.cgroups))
+            && Instant::now() < deadline
+        {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
