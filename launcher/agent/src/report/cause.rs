@@ -291,6 +291,10 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
         whole.with_help("perhaps another rank exited first: check its last lines")
     } else if has(&["NCCL", "DistBackendError"]) {
         whole.with_help("set NCCL_DEBUG=INFO for details from NCCL")
+    } else if line.contains("No module named 'encodings'") {
+        whole.with_help(
+            "Python does not find its own library: unset PYTHONHOME, or set it to this Python's prefix",
+        )
     } else if name == "ModuleNotFoundError" || line.contains(": No module named ") {
         if program.is_empty() {
             whole

@@ -201,6 +201,10 @@ pub(super) fn find(written: &str) -> Result<&'static Flag, String> {
 }
 
 fn unknown(written: &str, name: &str) -> String {
+    if name == "use-env" {
+        // A flag of torch.distributed.launch.
+        return format!("unknown flag --{written}: omit it, as LOCAL_RANK is always in the environment");
+    }
     match nearest(name, all().map(|flag| flag.name)).filter(|(_, similarity)| *similarity > MIN_SIMILARITY) {
         Some((nearest, _)) => format!("unknown flag --{written}; did you mean --{nearest}?"),
         None => format!("unknown flag --{written}; see --help"),
@@ -238,6 +242,7 @@ mod tests {
             Err("unknown flag --max-restart-count; did you mean --max-restarts?".into())
         );
         assert_eq!(found("zzz"), Err("unknown flag --zzz; see --help".into()));
+        assert!(found("use_env").is_err_and(|error| error.starts_with("unknown flag --use_env: omit it")));
     }
 
     #[test]

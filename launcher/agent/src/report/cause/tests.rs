@@ -176,6 +176,9 @@ fn missing_modules_and_scripts() {
     let expected = "install it for /opt/py/bin/python, activate its virtual environment, or set \
                     PYTHON_EXEC=/PATH/TO/python";
     assert_eq!(help, expected);
+    let home = "Fatal Python error: init_fs_encoding: failed to get the Python codec of the filesystem encoding\n\
+                Python runtime state: core initialized\nModuleNotFoundError: No module named 'encodings'";
+    assert!(of(&evidence(Exit::Code(1), home)).1.starts_with("Python does not find its own library: unset"));
     let script = "/opt/py/bin/python: can't open file '/w/x.py': [Errno 2] No such file or directory";
     assert_eq!(of(&evidence(Exit::Code(2), script)).0, script);
     assert!(failed("/opt/py/bin/python: No module named tran").1.starts_with("install it"));
