@@ -84,28 +84,41 @@ fn daemonized_processes_of_workers_are_killed() {
 
 /// Leaves many segments, so that the resource tracker needs more time than killing it.
 const SHARED_MEMORY: &str = "
-import os, sys
+import os, sys, time
 from multiprocessing import shared_memory
 rank = os.environ['RANK']
 held = [shared_memory.SharedMemory(create=True, size=1, name=f'{sys.argv[1]}-{rank}-{i}') for i in range(200)]
 if sys.argv[2] == 'kill' and rank == '1':
     os.kill(os.getpid(), 9)
+if sys.argv[2] == 'wait':
+    open(f'ready{rank}', 'w').close()
+    time.sleep(1000)
 os._exit(0)
 ";
 
+/// Number of shared memory segments with this name.
+fn segments(name: &str) -> usize {
+    let files = std::fs::read_dir("/dev/shm").unwrap().flatten();
+    files.filter(|file| file.file_name().to_string_lossy().starts_with(name)).count()
+}
+
 fn shared_memory_of_workers_is_removed_by_their_resource_trackers() {
+    let launch = Launch::new();
+    launch.write("shared.py", SHARED_MEMORY);
+    let name = |how| format!("xlaunch-test-{}-{how}", std::process::id());
     for (how, code) in [("exit", 0), ("kill", 1)] {
-        let launch = Launch::new();
-        launch.write("shared.py", SHARED_MEMORY);
-        let name = format!("xlaunch-test-{}-{how}", std::process::id());
-        let run = launch.run(&["--nproc-per-node", "2", "shared.py", &name, how]);
-        let files = std::fs::read_dir("/dev/shm").unwrap().flatten();
-        let left: Vec<_> =
-            files.filter(|file| file.file_name().to_string_lossy().starts_with(&name)).collect();
-        assert!(left.is_empty(), "{how}: {} of 400 segments", left.len());
+        let run = launch.run(&["--nproc-per-node", "2", "shared.py", &name(how), how]);
+        assert_eq!(segments(&name(how)), 0, "{how}");
         assert_eq!(run.code, code, "{}", run.stderr);
         assert!(!run.stderr.contains("left running"), "{}", run.stderr);
     }
+    let name = name("wait");
+    let run = launch.spawn(&["--nproc-per-node", "2", "shared.py", &name, "wait"]);
+    let is_ready = |rank: u32| launch.path().join(format!("ready{rank}")).exists();
+    wait_for("shared memory", || (is_ready(0) && is_ready(1)).then_some(()));
+    assert_eq!(segments(&name), 400);
+    run.signal(Signal::KILL);
+    wait_for("the end of shared memory", || (segments(&name) == 0).then_some(()));
 }
 
 fn killed_launcher_leaves_no_process_file_or_cgroup() {

@@ -117,17 +117,20 @@ impl RunProcesses {
     }
 }
 
-/// Kills the processes that `scan` finds until it finds no new ones. Returns the result of the last scan; all of these
-/// processes have been sent SIGKILL.
+/// Kills the processes that `scan` finds until it finds no new ones, except for spared ones. Returns those of the last
+/// scan, which have been sent SIGKILL, and whether any was spared.
 ///
 /// A scan first lists process ids, then reads each process. A process that forks after the listing and exits before it
 /// is read hides its child, so a single empty scan proves nothing.
-pub(super) fn kill(scan: impl Fn() -> Vec<Process>) -> Vec<Process> {
+pub(super) fn kill(
+    scan: impl Fn() -> Vec<Process>,
+    is_spared: impl Fn(&Process) -> bool,
+) -> (Vec<Process>, bool) {
     let deadline = Instant::now() + STOP_TIMEOUT;
     let mut stopped = BTreeSet::new();
     let mut empty_scans = 0;
     loop {
-        let found = scan();
+        let (spared, found): (Vec<_>, Vec<_>) = scan().into_iter().partition(&is_spared);
         if found.is_empty() && empty_scans < EMPTY_RESCANS {
             empty_scans += 1;
             continue;
@@ -141,7 +144,7 @@ pub(super) fn kill(scan: impl Fn() -> Vec<Process>) -> Vec<Process> {
         }
         if !new || Instant::now() > deadline {
             found.iter().for_each(|process| process.signal(Signal::KILL));
-            return found;
+            return (found, !spared.is_empty());
         }
     }
 }
@@ -238,17 +241,21 @@ mod tests {
     }
 
     #[test]
-    fn kill_rescans_after_an_empty_scan() {
-        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
-        let process = Process::read(child.id()).unwrap();
+    fn kill_rescans_after_an_empty_scan_and_spares_processes() {
+        let sleep = || std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let (mut child, mut other) = (sleep(), sleep());
+        let [process, spared] = [&child, &other].map(|child| Process::read(child.id()).unwrap());
         let scans = std::cell::Cell::new(0);
         let empty_at_first = || {
             scans.set(scans.get() + 1);
-            if scans.get() == 1 { Vec::new() } else { vec![process.clone()] }
+            if scans.get() == 1 { Vec::new() } else { vec![process.clone(), spared.clone()] }
         };
-        assert_eq!(kill(empty_at_first), std::slice::from_ref(&process));
+        assert_eq!(kill(empty_at_first, |found| *found == spared), (vec![process.clone()], true));
         assert!(!child.wait().unwrap().success());
-        assert!(kill(Vec::new).is_empty());
+        assert!(other.try_wait().unwrap().is_none());
+        assert_eq!(kill(|| vec![spared.clone()], |_| false), (vec![spared.clone()], false));
+        other.wait().unwrap();
+        assert_eq!(kill(Vec::new, |_| false), (Vec::new(), false));
     }
 
     #[test]

@@ -5,7 +5,6 @@
 //! [`adopt_orphans`](super::adopt_orphans) to find processes that have lost their parent and cleared their environment.
 //! Either way [`ProcessTree::kill_and_wait`] leaves only processes that the kernel itself cannot kill.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -26,8 +25,9 @@ use crate::process::Process;
 
 /// Upper bound of the poll interval for processes that are to disappear; it starts at 1 ms and doubles.
 const MAX_EXIT_POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Time for cleaners to exit by themselves. PyTorch's manager waits 2 s for further clients first.
-const CLEANING_TIMEOUT: Duration = Duration::from_secs(4);
+/// Time for [cleaners](Process::is_cleaner) to exit by themselves. PyTorch's manager waits 2 s for further clients
+/// first.
+pub(super) const CLEANING_TIMEOUT: Duration = Duration::from_secs(4);
 /// Time for killed processes to disappear when a tree is dropped, which blocks.
 const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -173,20 +173,14 @@ impl ProcessTree {
 
     /// Like [`kill`](Self::kill), but spares other processes. Also returns whether there are any.
     fn kill_except(&self, is_spared: impl Fn(&Process) -> bool) -> (Vec<Process>, bool) {
-        let has_spared = Cell::new(false);
-        let members = || {
-            let (spared, others): (Vec<_>, Vec<_>) = self.members().into_iter().partition(&is_spared);
-            has_spared.set(!spared.is_empty());
-            others
-        };
         if let Some(cgroups) = self.cgroups.as_ref().filter(|_| self.has_cgroup()) {
-            let found = members();
-            if !has_spared.get() && (found.is_empty() || cgroup::kill(&cgroups.path).is_ok()) {
+            let found = self.members();
+            let is_whole = !found.iter().any(&is_spared);
+            if is_whole && (found.is_empty() || cgroup::kill(&cgroups.path).is_ok()) {
                 return (found, false);
             }
         }
-        let found = membership::kill(members);
-        (found, has_spared.get())
+        membership::kill(|| self.members(), is_spared)
     }
 
     /// Returns the processes that still exist.

@@ -25,9 +25,10 @@ use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use super::membership::{self, RunProcesses};
-use super::process_tree::{ProcessTree, session};
+use super::process_tree::{CLEANING_TIMEOUT, ProcessTree, session};
 use super::{cgroup, children, sys};
 use crate::cgroups;
+use crate::process::Process;
 use crate::system_errors;
 
 /// `argv[0]` of the reaper, which tells the program's `main` to run [`main`]. It must not start with `xlaunch`, because
@@ -208,9 +209,9 @@ impl CleanupPlan {
     }
 
     fn clean_up(&self) {
-        let deadline = Instant::now() + CLEANUP_TIMEOUT;
+        let start = Instant::now();
         let mut pause = Duration::from_millis(1);
-        while !self.kill() && Instant::now() < deadline {
+        while !self.kill(start.elapsed() < CLEANING_TIMEOUT) && start.elapsed() < CLEANUP_TIMEOUT {
             std::thread::sleep(pause);
             pause = MAX_CLEANUP_POLL_INTERVAL.min(pause * 2);
         }
@@ -220,19 +221,24 @@ impl CleanupPlan {
         }
     }
 
-    /// Kills all processes and removes the cgroups. Returns whether none of them remains.
-    fn kill(&self) -> bool {
+    /// Kills all processes, except for [cleaners](Process::is_cleaner) if they are `spared`, and removes the cgroups.
+    /// Returns whether none of them remains.
+    fn kill(&self, spared: bool) -> bool {
         let cgroups = self.cgroups.as_deref().map(cgroup::with_prefix).unwrap_or_default();
+        let is_spared = |process: &Process| spared && process.is_cleaner();
         for path in &cgroups {
-            // Fails before Linux 5.14. The processes are then killed one by one below.
-            let _ = cgroup::kill(path);
+            if !cgroup::processes(path).iter().any(is_spared) {
+                // Fails before Linux 5.14. The processes are then killed one by one below.
+                let _ = cgroup::kill(path);
+            }
         }
-        let found = membership::kill(|| {
+        let members = || {
             let mut found = self.processes.list();
             found.extend(cgroups.iter().flat_map(|path| cgroup::processes(path)));
             found
-        });
+        };
+        let (found, has_spared) = membership::kill(members, is_spared);
         let removed = cgroups.iter().filter(|path| cgroups::remove(path).is_ok()).count();
-        found.is_empty() && removed == cgroups.len()
+        found.is_empty() && !has_spared && removed == cgroups.len()
     }
 }
