@@ -151,8 +151,13 @@ mod tests {
         assert_eq!(found(&only_path), venv_of_xlaunch);
         assert_eq!(found(&with_active), venv_of_xlaunch);
         assert_eq!(found(&chosen), "/opt/python");
-        let refusal = argv(&script(), &[], &|_| None).unwrap_err();
+        let nowhere = |name: &str| (name == "PATH").then(|| dirs.path().join("notes").into_os_string());
+        let refusal = argv(&script(), &[], &nowhere).unwrap_err();
         assert!(refusal.contains("PYTHON_EXEC"), "{refusal}");
+        // Not all hosts have a Python there.
+        if DEFAULT_PATH.split(':').any(|dir| Path::new(dir).join("python3").exists()) {
+            assert!(argv(&script(), &[], &|_| None).is_ok(), "as after `env -i`");
+        }
         for (program, preloadable) in [
             (script(), true),
             (Program::Module("pkg".into()), true),
