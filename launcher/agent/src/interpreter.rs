@@ -68,7 +68,7 @@ fn interpreter(environment: Environment<'_>, own: &[PathBuf]) -> Result<OsString
     if let Some(chosen) = environment("PYTHON_EXEC").filter(|chosen| !chosen.is_empty()) {
         return Ok(chosen);
     }
-    let path = environment("PATH").unwrap_or_else(|| DEFAULT_PATH.into());
+    let path = search_path(environment);
     let candidates = |dir: PathBuf| ["python3", "python"].map(|name| dir.join(name));
     let (called, installed) = own.split_at(own.len().min(1));
     let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(environment);
@@ -87,6 +87,11 @@ fn is_in_python_environment(dir: &Path) -> bool {
     dir.parent().is_some_and(|root| root.join("pyvenv.cfg").is_file() || root.join("conda-meta").is_dir())
 }
 
+/// Returns the directories in which programs are looked up, as in `PATH`.
+fn search_path(environment: Environment<'_>) -> OsString {
+    environment("PATH").unwrap_or_else(|| DEFAULT_PATH.into())
+}
+
 /// Returns the directories of the running program: the one that it was called from, where it may be a link, and that of
 /// the executable file itself.
 fn own_dirs(environment: Environment<'_>) -> Vec<PathBuf> {
@@ -94,7 +99,7 @@ fn own_dirs(environment: Environment<'_>) -> Vec<PathBuf> {
     let called = if name.components().count() > 1 {
         std::path::absolute(&name).ok()
     } else {
-        let path = environment("PATH").unwrap_or_else(|| DEFAULT_PATH.into());
+        let path = search_path(environment);
         std::env::split_paths(&path).map(|dir| dir.join(&name)).find(|file| is_executable(file))
     };
     let files = called.into_iter().chain(std::env::current_exe().ok());

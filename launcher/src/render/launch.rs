@@ -201,7 +201,7 @@ pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
                 );
             }
             Err(problem) => {
-                // A message that begins with the name stands beside it here.
+                // The name is in the first column already.
                 let problem = problem
                     .strip_prefix(name)
                     .map_or(&problem[..], |rest| rest.trim_start_matches([':', ' ']));

@@ -62,9 +62,8 @@ async fn collect(body: Body) -> Result<Vec<u8>, ApiError> {
 /// Returns the encoding of a body that is not sent as it is.
 fn encoding(headers: &HeaderMap) -> Option<String> {
     let values = headers.get_all(header::CONTENT_ENCODING).iter();
-    let texts = values.map(|value| String::from_utf8_lossy(value.as_bytes()).trim().to_owned());
-    let mut encoded = texts.filter(|text| !text.is_empty() && !text.eq_ignore_ascii_case("identity"));
-    encoded.next()
+    let mut texts = values.map(|value| String::from_utf8_lossy(value.as_bytes()).trim().to_owned());
+    texts.find(|text| !text.is_empty() && !text.eq_ignore_ascii_case("identity"))
 }
 
 fn is_json(headers: &HeaderMap) -> bool {

@@ -245,6 +245,21 @@ print('rank', rank, 'count', count)
     }
 }
 
+/// Waits until a job in the background is suspended because its script reads.
+fn suspended() -> [serde_json::Value; 3] {
+    [
+        expect("suspended, continue with `fg`"),
+        // The line is printed before xlaunch stops.
+        send("until jobs | grep Stopped; do sleep 0.1; done\n"),
+        expect("Stopped  "),
+    ]
+}
+
+/// Brings a suspended job to the foreground, and answers its prompt.
+fn answered_in_foreground() -> [serde_json::Value; 4] {
+    [send("fg\n"), expect("ask.py"), send("bob\n"), expect("hello bob")]
+}
+
 fn ctrl_z_at_a_prompt_suspends_the_job_until_fg() {
     let launch = Launch::new();
     launch.write("ask.py", ASK);
@@ -256,16 +271,8 @@ fn ctrl_z_at_a_prompt_suspends_the_job_until_fg() {
         send("echo shell-$((1+1))\n"),
         expect("shell-2"),
         send("bg\n"),
-        expect("suspended, continue with `fg`"),
-        // The line is printed before xlaunch stops.
-        send("until jobs | grep Stopped; do sleep 0.1; done\n"),
-        expect("Stopped  "),
-        send("fg\n"),
-        expect("ask.py"),
-        send("bob\n"),
-        expect("hello bob"),
     ];
-    in_shell(&launch, &steps);
+    in_shell(&launch, &[&steps[..], &suspended(), &answered_in_foreground()].concat());
 }
 
 /// Editors and debuggers do this when they read Ctrl-Z as a key.
@@ -326,18 +333,8 @@ fn report_begins_on_a_new_line_after_an_unfinished_one() {
 fn background_job_is_suspended_when_its_script_reads() {
     let launch = Launch::new();
     launch.write("ask.py", ASK);
-    let steps = [
-        send("$X --nproc-per-node 2 ask.py &\n"),
-        expect("suspended, continue with `fg`"),
-        // The line is printed before xlaunch stops.
-        send("until jobs | grep Stopped; do sleep 0.1; done\n"),
-        expect("Stopped  "),
-        send("fg\n"),
-        expect("ask.py"),
-        send("bob\n"),
-        expect("hello bob"),
-    ];
-    in_shell(&launch, &steps);
+    let start = [send("$X --nproc-per-node 2 ask.py &\n")];
+    in_shell(&launch, &[&start[..], &suspended(), &answered_in_foreground()].concat());
 }
 
 fn suspended_job_says_how_to_continue_it_and_ends_at_the_first_kill() {
@@ -345,22 +342,19 @@ fn suspended_job_says_how_to_continue_it_and_ends_at_the_first_kill() {
     launch.write("ask.py", &format!("{ASK}else:\n    import time\n    time.sleep(60)\n"));
     // The worker's request for the terminal races with the signal.
     for _ in 0..4 {
-        let steps = [
-            send("$X --nproc-per-node 2 ask.py &\n"),
-            expect("suspended, continue with `fg`"),
-            send("until jobs | grep Stopped; do sleep 0.1; done\n"),
-            expect("Stopped  "),
+        let start = [send("$X --nproc-per-node 2 ask.py &\n")];
+        let end = [
             send("$X stop\n"),
             expect("is suspended: continue it with `fg` in its shell, or with `kill -CONT"),
             // `wait` alone may return the status of the job that was stopped.
             send("kill %%; while kill -0 $!; do sleep 0.1; done; wait $!; echo code-$?\n"),
             expect("code-143"),
         ];
-        in_shell(&launch, &steps);
+        in_shell(&launch, &[&start[..], &suspended(), &end].concat());
     }
 }
 
-/// As tqdm draws it.
+/// Draws a progress bar as tqdm does.
 const BAR: &str = "
 import sys, time
 for i in range(21):

@@ -10,8 +10,8 @@ use super::Driver;
 use crate::ending::Ending;
 use crate::report::escaped;
 
-/// Time for helpers to exit by themselves after the last worker, such as the resource tracker and the fork server of
-/// Python's `multiprocessing`. Both end when the worker's end of a pipe is closed.
+/// Time for helpers to exit by themselves after the last worker. The fork server of Python's `multiprocessing` does so
+/// when the worker's end of a pipe is closed. [Cleaners](Process::is_cleaner) get more.
 const HELPER_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of processes that the line names.
 const MAX_NAMED_LEFTOVERS: usize = 4;

@@ -61,10 +61,10 @@ impl Points {
 
     /// Returns a warning if the file was moved or deleted, and began again, since the last call.
     pub(super) fn take_warning(&mut self) -> Option<String> {
-        let path = self.file.path().display().to_string();
         self.file.take_restarted().then(|| {
             format!(
-                "{path} was moved or deleted: it begins again without earlier steps; checkpoints go beside it"
+                "{} was moved or deleted: it begins again without earlier steps; checkpoints go beside it",
+                self.file.path().display()
             )
         })
     }

@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     copy_rows<MAX_SEQ>(v, qkv + layout.v_at(head), row, 0, seq);
     copy_rows<MAX_SEQ>(o, dout, width, 0, seq);
     commit_copies();
-    // out, of which delta = dout . out is computed with CHUNKS threads per row, is fetched meanwhile.
+    // Fetches out meanwhile. CHUNKS threads per row compute delta = dout . out below.
     constexpr int VECTORS = MAX_SEQ * CHUNKS / THREADS;
     Packed<ACT> outs[VECTORS];
 #pragma unroll
