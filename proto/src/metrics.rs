@@ -67,7 +67,7 @@ pub enum Number {
 }
 
 /// All metrics, in the order of the charts and of the values in TensorBoard's events.
-pub static METRICS: [Metric; 18] =
+pub static METRICS: [Metric; 21] =
     [
         step("train/loss", |step| Some(Number::Single(step.loss)))
             .tensorboard()
@@ -83,6 +83,9 @@ pub static METRICS: [Metric; 18] =
             "Validation loss",
             "bits per byte",
         ),
+        eval("val/preference_accuracy", |eval| eval.preference_accuracy.map(Number::Double))
+            .tensorboard()
+            .chart("preferences", "Preferences", "share of pairs in the right order"),
         eval("val/best_step", |eval| eval.best.map(|best| Number::Whole(best.step))),
         step("train/lr", |step| Some(Number::Single(step.learning_rate)))
             .tensorboard()
@@ -105,6 +108,14 @@ pub static METRICS: [Metric; 18] =
         step("experts/load_entropy", |step| step.expert_load_entropy.map(Number::Single))
             .tensorboard()
             .chart("entropy", "Entropy of the loads of experts", "1 is balanced"),
+        step("preferences/accuracy", |step| step.preference_accuracy.map(Number::Single))
+            .tensorboard()
+            .chart("preferences", "Preferences", "share of pairs in the right order"),
+        step("preferences/margin", |step| step.preference_margin.map(Number::Single)).tensorboard().chart(
+            "margin",
+            "Margin of preferences",
+            "nats, times dpo.beta",
+        ),
         step("perf/tokens_per_second", |step| Some(Number::Double(tokens_per_second(step))))
             .tensorboard()
             .deprecated_tag("perf/tokens_per_s")

@@ -5,6 +5,7 @@
 //! real job. The memory use of libraries was measured on one kind of GPU.
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use xlaunch_comm::Local;
 use xlaunch_engine::{Backend, DType, PoolOptions};
@@ -16,7 +17,7 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, SMALLEST_CHUNK};
 use crate::optim::AdamW;
 use crate::session;
-use crate::train::{Division, Evaluator, Stepper, wire_dtype};
+use crate::train::{Division, Evaluator, Preferences, Stepper, wire_dtype};
 
 /// Memory of the CUDA context, kernels and libraries of a GPU, as measured on an H200 (`tests/gpu/memory.py`).
 const LIBRARIES: u64 = 544 << 20;
@@ -38,7 +39,7 @@ pub struct Memory {
     pub trained: u64,
     /// Tokens that one rank processes in a step.
     pub tokens: u64,
-    /// Model weights in the element type of activations.
+    /// Model weights in the element type of activations, and those of the reference of preferences.
     pub weights: u64,
     /// Gradients, and the copies that are sent to other ranks.
     pub gradients: u64,
@@ -102,12 +103,13 @@ fn memory_within(limit: Option<u64>, spec: &JobSpec, cuda: bool, ranks: usize) -
     let division = Division::new(spec, &layout, activations, ranks - 1, ranks, shard);
     let model = Model::of_layout(&backend, &shape, layout, division.weights.clone())?;
     let model = model.with_job(spec, ranks);
+    let preferences = Preferences::new(&backend, &model, spec)?.map(Rc::new);
     let weights = live() - workspace;
     let optimizer = AdamW::zeroed(&backend, &model, &division.sharding, spec)?;
     let state = live() - workspace - weights;
-    let stepper = Stepper::new(&backend, &model, spec, &division, ranks)?;
+    let stepper = Stepper::new(&backend, &model, spec, &division, ranks, preferences.clone())?;
     let gradients = live() - workspace - weights - state;
-    let evaluator = Evaluator::new(&backend, &model, spec, &division)?;
+    let evaluator = Evaluator::new(&backend, &model, spec, &division, preferences)?;
     let mut collective = SkipAllReduce::all(Box::new(Local));
     for step in 0..STEPS {
         optimizer.prepare(step, 1.0)?;

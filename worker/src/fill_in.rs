@@ -51,7 +51,14 @@ pub fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
     }
     let prepared = Prepared::all("data.train", &spec.data.train)?;
     if let Some((first, others)) = prepared.split_first() {
-        others.iter().try_for_each(|other| first.check_same_tokenizer(other))?;
+        others.iter().try_for_each(|other| first.check_matches(other))?;
+    }
+    if spec.dpo.is_on() && !prepared.iter().any(Prepared::has_preferences) {
+        return Err(FillInError::Invalid(Invalid::new(
+            "dpo.beta",
+            "training on preferences needs pairs of answers, and data.train has none".into(),
+            "a directory that `xlaunch data prepare --preferences` has written, or no [dpo]".into(),
+        )));
     }
     for prepared in prepared {
         prepared.fill_in(spec).map_err(FillInError::Invalid)?;

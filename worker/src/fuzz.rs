@@ -63,6 +63,7 @@ pub fn example_state() -> Value {
         inherited: None,
         spec: serde_json::to_value(&spec).unwrap_or_default(),
         adapted: None,
+        reference: None,
     };
     serde_json::to_value(state).unwrap_or_default()
 }

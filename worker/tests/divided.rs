@@ -41,7 +41,7 @@ fn train(rank: &mut Rank) -> Trained {
         let result = stepper.step(model, optimizer, &mut **collective, loader, Requests::default()).unwrap();
         optimizer.gather(model, &mut **collective).unwrap();
         let val = dataset.held_out().unwrap();
-        let (held_out, _) = evaluator.evaluate(model, optimizer, &mut **collective, val).unwrap();
+        let held_out = evaluator.evaluate(model, optimizer, &mut **collective, val).unwrap().loss;
         let result = [f64::from(result.loss), f64::from(result.grad_norm), held_out];
         trained.results.push(result.map(f64::to_bits));
     }

@@ -177,7 +177,7 @@ impl Pass {
         let grads = backend.alloc(DType::F32, model.layout.len).unwrap();
         backend.zero(grads.all()).unwrap();
         let (arena, acc) = (GradientArena { tensor: &grads, slots: None }, Accumulate::Overwrite);
-        let head = LossGradients { scale: scale.all(), grads: arena, acc };
+        let head = LossGradients { scale: scale.all(), grads: arena, acc, weights: None };
         let dy = model.loss_and_gradients(&acts, targets.all(), losses.all(), head).unwrap();
         let done = |_: Progress| Ok::<_, xlaunch_engine::EngineError>(());
         model.backward(acts, dy, tokens.all(), arena, acc, done).unwrap();
@@ -256,7 +256,8 @@ fn train(spec: &JobSpec, dir: &Path, world: usize) -> Vec<f64> {
                 stepper.step(model, optimizer, &mut **collective, loader, Requests::default()).unwrap();
             optimizer.gather(model, &mut **collective).unwrap();
             let val = dataset.held_out().unwrap();
-            let (loss, tokens) = evaluator.evaluate(model, optimizer, &mut **collective, val).unwrap();
+            let found = evaluator.evaluate(model, optimizer, &mut **collective, val).unwrap();
+            let (loss, tokens) = (found.loss, found.targets);
             own.extend([f64::from(result.loss), f64::from(result.grad_norm), loss, tokens as f64]);
         }
         rank.collective.finalize().unwrap();

@@ -56,7 +56,7 @@ fn train(
                 stepper.step(model, optimizer, &mut **collective, loader, Requests::default()).unwrap();
             optimizer.gather(model, &mut **collective).unwrap();
             let val = dataset.held_out().unwrap();
-            let (held_out, _) = evaluator.evaluate(model, optimizer, &mut **collective, val).unwrap();
+            let held_out = evaluator.evaluate(model, optimizer, &mut **collective, val).unwrap().loss;
             let load = result.experts.unwrap();
             let others = [result.grad_norm, load.balance, load.busiest, load.entropy].map(f64::from);
             let [norm, balance, busiest, entropy] = others;

@@ -230,7 +230,8 @@ impl<'a> PassOver<'a> {
         backend.zero(grads.all()).unwrap();
         let arena = GradientArena { tensor: &grads, slots: None };
         let acts = model.forward(self.rows, self.tokens.all()).unwrap();
-        let head = LossGradients { scale: scale.all(), grads: arena, acc: Accumulate::Overwrite };
+        let (scale, acc) = (scale.all(), Accumulate::Overwrite);
+        let head = LossGradients { scale, grads: arena, acc, weights: None };
         let dy = model.loss_and_gradients(&acts, self.targets.all(), self.losses.all(), head).unwrap();
         let ignore = |_| Ok::<(), EngineError>(());
         model.backward(acts, dy, self.tokens.all(), arena, Accumulate::Overwrite, ignore).unwrap();

@@ -314,7 +314,7 @@ impl Fixture {
         self.backend.write_f32(scale.all(), &[1.0 / ROWS.count() as f32]).unwrap();
         let scale = scale.all();
         let grads = GradientArena { tensor: &self.grads, slots: None };
-        let head = LossGradients { scale, grads, acc };
+        let head = LossGradients { scale, grads, acc, weights: None };
         let (targets, losses) = (self.targets.all(), self.losses.all());
         let dy = self.model.loss_and_gradients(&acts, targets, losses, head).unwrap();
         let mut ends = Vec::new();

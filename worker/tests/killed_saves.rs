@@ -162,6 +162,7 @@ fn state(step: u64) -> State {
         end_of_text: None,
         inherited: None,
         adapted: None,
+        reference: None,
         spec: serde_json::Value::Null,
     }
 }

@@ -59,8 +59,8 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     let model = Model::new(&backend, &shape, &weights).unwrap();
     let division = Division::new(&spec, &model.layout, backend.activation_dtype(), 0, 1, Shard::None);
     let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, &spec).unwrap();
-    let stepper = Stepper::new(&backend, &model, &spec, &division, 1).unwrap();
-    let evaluator = Evaluator::new(&backend, &model, &spec, &division).unwrap();
+    let stepper = Stepper::new(&backend, &model, &spec, &division, 1, None).unwrap();
+    let evaluator = Evaluator::new(&backend, &model, &spec, &division, None).unwrap();
     let tokens = dataset.train.sources()[0].tokens.clone();
     let order = Order::new(tokens.len(), shape.seq, Some(7));
     let schedule = Schedule { first: 0, rank: 0, world: 1, batch: 3, accumulate: 2, seq: shape.seq };
@@ -75,7 +75,7 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     }
     let val = dataset.held_out().unwrap();
     trained.evaluated =
-        [(); 2].map(|()| evaluator.evaluate(&model, &optimizer, &mut Local, val).unwrap().0.to_bits());
+        [(); 2].map(|()| evaluator.evaluate(&model, &optimizer, &mut Local, val).unwrap().loss.to_bits());
     trained
 }
 

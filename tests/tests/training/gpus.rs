@@ -5,11 +5,14 @@ use std::path::{Path, PathBuf};
 use xlaunch_harness::emulator;
 use xlaunch_tests::{Job, Process, build_nvml};
 
+use crate::preferences::write_model_and_pairs;
+
 xlaunch_harness::tests! {
     needs emulator::find_compiler:
         dividing_a_model_changes_no_bit_on_gpus,
         experts_divided_among_gpus_train_as_on_the_cpu,
         experts_train_on_gpus_as_on_the_cpu,
+        pairs_of_answers_are_compared_on_gpus_as_on_the_cpu,
         owners_of_matrices_change_no_bit_on_gpus,
         three_gpus_divide_a_model_and_add_up_micro_steps;
 }
@@ -102,6 +105,29 @@ fn three_gpus_divide_a_model_and_add_up_micro_steps() {
         let pairs = divided.iter().zip(&none);
         assert!(pairs.clone().all(|(a, b)| (a - b).abs() < 1e-3 * b), "{divided:?}, {none:?}");
         assert!(divided.len() == 3 && divided[2] < divided[0], "{divided:?}");
+    }
+}
+
+/// The reference of a model that is divided is whole on every GPU.
+fn pairs_of_answers_are_compared_on_gpus_as_on_the_cpu() {
+    let gpus = Gpus::new(2);
+    write_model_and_pairs(&gpus.job, 4);
+    let common = [
+        "checkpoint.init=\"base\"",
+        "data.train=\"pairs\"",
+        "model.seq=64",
+        "engine.precision=fp32",
+        "train.lr=0.01",
+    ];
+    let train = |settings: &[&str]| gpus.train(&[&common[..], settings].concat()).0;
+    let cpu = train(&["launch.nproc=1", "train.batch=4", "engine.device=cpu"]);
+    assert!(cpu[0] > cpu[2] && cpu.len() == 3, "{cpu:?}");
+    let one = train(&["launch.nproc=1", "train.batch=4", "train.classifier_chunk=50"]);
+    let divided =
+        train(&["launch.nproc=2", "train.batch=2", "comm.shard=parameters", "comm.bucket_mb=0.002"]);
+    for losses in [one, divided] {
+        let close = losses.iter().zip(&cpu).all(|(a, b)| (a - b).abs() < 1e-5);
+        assert!(close && losses.len() == 3, "{losses:?} {cpu:?}");
     }
 }
 

@@ -145,7 +145,7 @@ fn changed_weights_and_other_trainings_are_refused_before_a_step() {
     let base = whole.path().join("base");
     refused(
         &[resume, &format!("checkpoint.init={base:?}")],
-        &["belong to other weights: their hash was", "set `checkpoint.init`"],
+        &["other weights in `checkpoint.init`: their hash was", "set `checkpoint.init`"],
     );
     let full = whole.run_dir();
     refused(

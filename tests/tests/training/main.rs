@@ -20,6 +20,7 @@ mod memory;
 mod mixtures;
 mod nodes;
 mod pool;
+mod preferences;
 mod prepared;
 mod report;
 mod runs;
@@ -28,5 +29,5 @@ mod tensorboard;
 xlaunch_harness::suite! {
     threads_per_core 2;
     modules bench, boundaries, chaos, data, directories, divergence, dry_run, early_stopping, export, fail_points, gpus,
-        growth, lora, memory, mixtures, nodes, pool, prepared, report, runs, tensorboard;
+        growth, lora, memory, mixtures, nodes, pool, preferences, prepared, report, runs, tensorboard;
 }

@@ -58,6 +58,9 @@ pub struct Chat {
     /// Number of chats that were left out because not even their first turn fits.
     #[serde(default)]
     pub dropped: u64,
+    /// True if documents are pairs of a better and a worse answer, one after the other.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub preferences: bool,
 }
 
 /// One part of the data.
@@ -129,10 +132,10 @@ pub enum ManifestError {
     #[error("failed to read {}: {reason}", path.display())]
     Read { path: PathBuf, reason: String },
     #[error(
-        "{}: version {version} is not supported; expected version {} or {}",
+        "{}: version {version} is not supported; expected version {} to {}",
         path.display(),
         Manifest::VERSION,
-        Manifest::CHAT_VERSION
+        Manifest::PREFERENCE_VERSION
     )]
     Version { path: PathBuf, version: u32 },
     #[error("{} is damaged: {reason}", path.display())]
@@ -151,6 +154,8 @@ impl Manifest {
     pub const VERSION: u32 = 1;
     /// Version of the manifest of chats. Programs that know only version 1 would train on the questions as well.
     pub const CHAT_VERSION: u32 = 2;
+    /// Version of the manifest of preferences. Programs that know only version 2 would train on the worse answers, too.
+    pub const PREFERENCE_VERSION: u32 = 3;
 
     /// Reads and checks the manifest of `dir`. Sizes and hashes of the shards are not compared with the files.
     pub fn read(dir: &Path) -> Result<Self, ManifestError> {
@@ -173,12 +178,26 @@ impl Manifest {
         let damaged = |reason: String| ManifestError::Damaged { path: path.into(), reason };
         // The version comes first: the rest of another version may have any form.
         let Header { version } = serde_json::from_slice(json).map_err(|error| damaged(error.to_string()))?;
-        if version != Self::VERSION && version != Self::CHAT_VERSION {
+        if !(Self::VERSION..=Self::PREFERENCE_VERSION).contains(&version) {
             return Err(ManifestError::Version { path: path.into(), version });
         }
         let manifest: Self = serde_json::from_slice(json).map_err(|error| damaged(error.to_string()))?;
         manifest.check().map_err(damaged)?;
         Ok(manifest)
+    }
+
+    /// Returns the version of the manifest of such data.
+    pub(crate) fn version_for(chat: Option<&Chat>) -> u32 {
+        match chat {
+            None => Self::VERSION,
+            Some(Chat { preferences: false, .. }) => Self::CHAT_VERSION,
+            Some(Chat { preferences: true, .. }) => Self::PREFERENCE_VERSION,
+        }
+    }
+
+    /// Returns whether documents are pairs of a better and a worse answer.
+    pub fn has_preferences(&self) -> bool {
+        self.chat.as_ref().is_some_and(|chat| chat.preferences)
     }
 
     /// Returns the number of bytes per id in the shards.
@@ -213,8 +232,11 @@ impl Manifest {
                 self.vocab
             ));
         }
-        if self.chat.is_some() != (self.version == Self::CHAT_VERSION) {
+        if self.version != Self::version_for(self.chat.as_ref()) {
             return Err(format!("version {} does not match the key `chat`", self.version));
+        }
+        if self.has_preferences() && [&self.train, &self.val].iter().any(|split| split.documents % 2 != 0) {
+            return Err("an odd number of documents, but they are pairs".into());
         }
         let mut names = BTreeSet::new();
         for (split, prefix) in [(&self.train, TRAIN_PREFIX), (&self.val, VAL_PREFIX)] {
@@ -358,7 +380,7 @@ mod tests {
 
     #[test]
     fn contradictions_are_refused() {
-        assert!(refusal(|value| value["version"] = json!(3)).contains("version 3 is not supported"));
+        assert!(refusal(|value| value["version"] = json!(4)).contains("version 4 is not supported"));
         assert!(refusal(|value| value["vocab"] = json!(0)).contains("vocabulary of 0"));
         assert!(refusal(|value| value["end_of_text"] = json!(50257)).contains("50257 is not below"));
         assert!(refusal(|value| value["train"]["tokens"] = json!(7)).contains("do not add up to 7"));

@@ -544,6 +544,38 @@ fn classifier_gradients() {
 }
 
 #[test]
+fn preference_gradients() {
+    let s = ClassifierShape { rows: 22, vocab: 9, padded: 12 };
+    let (logits, targets) = (random(21, 22 * 12), ids(22, 22, 9));
+    let (reference, losses) = (random(23, 22), random(24, 22));
+    with_cpu(|ops| {
+        // Two pairs, and one with padding after it.
+        let lengths = [2, 3, 4, 2, 3, 6, 2];
+        let run =
+            |losses: &[f32]| ops.preference(s, [2, 11], &lengths, &logits, &targets, [&reference, losses]);
+        let outputs = run(&losses);
+        let (weights, sums) = (get(&outputs, "weights"), get(&outputs, "sums"));
+        check("weights", &losses, &[1.0, 1.0, 0.0, 0.0, 0.0, 0.0], weights, |l| {
+            get(&run(l), "sums").to_vec()
+        });
+        let gain = |tokens: std::ops::Range<usize>| -> f32 { tokens.map(|t| reference[t] - losses[t]).sum() };
+        let margins = [[0..2, 2..5], [5..9, 9..11], [11..14, 14..20]]
+            .map(|[better, worse]| 0.3 * (gain(better) - gain(worse)));
+        let (loss, one) = (|margin: f32| (1.0 + (-margin).exp()).ln(), |margin: f32| f32::from(margin > 0.0));
+        let rows = |f: &dyn Fn(f32) -> f32| [f(margins[0]) + f(margins[1]), f(margins[2])];
+        let expected = [rows(&loss), rows(&one), rows(&|margin| margin)].concat();
+        assert!(distance(sums, &expected) < 1e-6, "{sums:?} {expected:?}");
+        assert_eq!(weights[20..], [0.0; 2]);
+        // The gradient of each row's logits is that of its loss, times the weight.
+        let plain = ops.classifier(s, &logits, &targets, 0.5, None);
+        let plain = get(&plain, "dlogits").chunks(12).zip(weights);
+        let expected: Vec<f32> =
+            plain.flat_map(|(row, weight)| row.iter().map(move |d| d * weight)).collect();
+        assert!(distance(get(&outputs, "dlogits"), &expected) < 1e-6);
+    });
+}
+
+#[test]
 fn capped_logits_have_the_losses_of_the_classifier_with_a_cap() {
     let s = ClassifierShape { rows: 4, vocab: 9, padded: 12 };
     let (logits, targets): (Vec<f32>, _) = (random(21, 48).iter().map(|x| 9.0 * x).collect(), ids(22, 4, 9));

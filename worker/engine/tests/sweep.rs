@@ -289,9 +289,10 @@ impl Sweep<'_> {
         b.write_f32(scale.all(), &[1.0]).unwrap();
         for (name, softcap) in [("classifier", None), ("classifier with a cap", Some(30.0))] {
             self.report(name, "vocabulary", vocab, Work::bytes(2 * rows * vocab * ACT), &|| {
-                let (logits, targets, losses, grad_scale) =
-                    (logits.all(), targets.all(), losses.all(), Some(scale.all()));
-                b.run(FusedClassifier { shape, logits, targets, losses, grad_scale, softcap }).unwrap();
+                let (logits, targets, losses) = (logits.all(), targets.all(), losses.all());
+                let (grad_scale, weights) = (Some(scale.all()), None);
+                b.run(FusedClassifier { shape, logits, targets, losses, grad_scale, weights, softcap })
+                    .unwrap();
             });
         }
     }

@@ -94,8 +94,8 @@ pub enum CheckpointError {
     #[error("checkpoint {} does not fit this job: {difference}", path.display())]
     OtherTraining { path: PathBuf, difference: String },
     #[error(
-        "the adapters of checkpoint {} belong to other weights: {difference}; set `checkpoint.init` to the weights \
-         that the run began with",
+        "checkpoint {} was trained with other weights in `checkpoint.init`: {difference}; set `checkpoint.init` to the \
+         weights that the run began with",
         path.display()
     )]
     OtherWeights { path: PathBuf, difference: String },

@@ -63,6 +63,9 @@ pub struct State {
     /// Adapters, if the checkpoint has those instead of all weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapted: Option<Adapted>,
+    /// The reference of a run that trains all weights on preferences.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reference: Option<Frozen>,
 }
 
 /// Adapters that a run trains, and the weights that they adapt.
@@ -84,7 +87,7 @@ pub struct Frozen {
 }
 
 impl Frozen {
-    /// Requires that the weights `found` are those with which the adapters of the checkpoint `path` were trained.
+    /// Requires that the weights `found` are those with which the run of the checkpoint `path` was trained.
     pub fn check(&self, path: &Path, found: &Self) -> Result<(), CheckpointError> {
         if self.hash == found.hash {
             return Ok(());
@@ -138,6 +141,11 @@ pub struct Changes {
 }
 
 impl State {
+    /// Returns the weights that the run reads from another place than its checkpoints.
+    pub fn frozen(&self) -> Option<&Frozen> {
+        self.adapted.as_ref().map(|adapted| &adapted.frozen).or(self.reference.as_ref())
+    }
+
     /// Checks that a job trains what the checkpoint `path` with this state contains: all weights, or the same adapters.
     pub fn check_trained(&self, path: &Path, spec: &JobSpec) -> Result<(), CheckpointError> {
         let other =
@@ -309,6 +317,7 @@ mod tests {
             inherited: None,
             spec: serde_json::to_value(spec).unwrap(),
             adapted: None,
+            reference: None,
         }
     }
 

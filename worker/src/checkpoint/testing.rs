@@ -49,6 +49,7 @@ pub(crate) fn state(run: &str, step: u64) -> State {
         inherited: None,
         spec: serde_json::to_value(spec).unwrap(),
         adapted: None,
+        reference: None,
     }
 }
 

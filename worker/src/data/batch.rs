@@ -23,12 +23,12 @@ pub struct DocumentBounds {
     pub last: Vec<i32>,
 }
 
-/// The batch of a micro-step, and the number of targets that count in the whole step, on all ranks.
+/// The batch of a micro-step, and the number of targets that count, or of pairs, in the whole step, on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MicroBatch {
     /// This rank's batch.
     pub batch: Batch,
-    /// Number of targets of all ranks and micro-steps.
+    /// Number of targets, or of pairs of answers, of all ranks and micro-steps.
     pub step_targets: u64,
 }
 

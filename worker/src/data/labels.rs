@@ -16,6 +16,8 @@ pub(super) struct Labels {
     pub(super) boundaries: Boundaries,
     /// `None`: every loss counts.
     pub(super) mask: Option<Arc<Mask>>,
+    /// True if documents are pairs of a better and a worse answer.
+    pub(super) preferences: bool,
 }
 
 /// The beginnings of documents.
@@ -71,7 +73,7 @@ impl Labels {
             start = end;
         }
         let mask = (!parts.is_empty()).then(|| Arc::new(Mask { parts }));
-        Ok(Self { boundaries, mask })
+        Ok(Self { boundaries, mask, preferences: manifest.has_preferences() })
     }
 }
 

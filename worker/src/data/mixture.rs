@@ -124,8 +124,8 @@ impl Mixture {
         source.plan.read(&source.tokens, seq, k, batch)
     }
 
-    /// Returns the number of targets of row `k` that count.
-    pub(super) fn targets(&self, seq: usize, k: u64) -> Result<u64, DataError> {
+    /// Returns the number of targets of row `k` that count, or its number of pairs of answers.
+    pub(crate) fn targets(&self, seq: usize, k: u64) -> Result<u64, DataError> {
         let (source, k) = self.locate(k);
         source.plan.targets(&source.tokens, seq, k)
     }

@@ -95,6 +95,20 @@ pub enum DataError {
     NoDocuments { key: String },
     #[error("{key}: no document has a token whose loss counts; prepare the data again")]
     NothingToTrain { key: String },
+    #[error(
+        "{key}: no pair of answers fits into model.seq = {seq} tokens, which both share; raise model.seq"
+    )]
+    NoPair { key: String, seq: usize },
+    #[error(
+        "{key}: {}",
+        if *wanted {
+            "no pairs of answers, which the job is to compare; prepare them with `xlaunch data prepare --preferences`"
+        } else {
+            "pairs of answers, but the job is to train on text or chats; it was prepared again after the job was \
+             configured"
+        }
+    )]
+    Pairs { key: &'static str, wanted: bool },
     #[error("{reason}")]
     Tokenizer { reason: String },
     #[error("{}: token id {id} at position {position} is not below model.vocab = {vocab}", path.display())]
@@ -152,7 +166,7 @@ impl Dataset {
         let (train_dirs, val_dirs) =
             (Prepared::all("data.train", &data.train)?, Prepared::all("data.val", &data.val)?);
         if let Some((first, others)) = train_dirs.split_first() {
-            others.iter().chain(&val_dirs).try_for_each(|other| first.check_same_tokenizer(other))?;
+            others.iter().chain(&val_dirs).try_for_each(|other| first.check_matches(other))?;
         }
         // Models of chats need their template.
         let prepared = train_dirs.iter().find(|dir| dir.has_chats()).or(train_dirs.first());
@@ -162,6 +176,12 @@ impl Dataset {
             (None, Tokenizer::Bin) => TokenizerSource::Unknown,
         };
         let (train, val) = opened(spec, shape, &train_dirs, &val_dirs)?;
+        for (key, sources) in [("data.train", &train), ("data.val", &val)] {
+            let pairs = spec.dpo.is_on();
+            if sources.iter().any(|source| source.tokens.labels().preferences != pairs) {
+                return Err(DataError::Pairs { key, wanted: pairs });
+            }
+        }
         let train = mixed(spec, shape, train)?;
         let val = held_out(spec, shape, val)?;
         Ok(Self { train, val, tokenizer })

@@ -34,18 +34,24 @@ pub struct PackingSummary {
     pub split: u64,
     /// Documents and parts that were left out because no loss of theirs counts.
     pub left_out: u64,
+    /// Pairs that were left out because they are longer than a row. `None` unless documents are pairs.
+    pub too_long: Option<u64>,
     /// Share of the rows' positions without a token, from 0 to 1.
     pub padding: f64,
 }
 
 impl fmt::Display for PackingSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rows, documents, split, left_out, padding } = self;
+        let Self { rows, documents, split, left_out, too_long, padding } = self;
+        let what = if too_long.is_some() { "pairs of answers" } else { "documents" };
         write!(
             f,
-            "{documents} documents packed into {rows} sequences per epoch, {:.1} % padding",
+            "{documents} {what} packed into {rows} sequences per epoch, {:.1} % padding",
             100.0 * padding
         )?;
+        if let Some(count @ 1..) = too_long {
+            write!(f, "; {count} longer than model.seq were left out")?;
+        }
         if *split > 0 {
             write!(f, "; {split} longer than model.seq were split")?;
         }
@@ -108,6 +114,18 @@ impl Packer {
         self.summary.documents += u64::from(self.pieces.len() > before);
         self.summary.split += u64::from(document.end - document.start > seq);
         Ok(())
+    }
+
+    /// Adds a pair of documents, which is not split.
+    pub(super) fn add_pair(&mut self, pair: Range<u64>) {
+        let too_long = self.summary.too_long.get_or_insert(0);
+        match u32::try_from(pair.end - pair.start) {
+            Ok(len) if len as usize <= self.seq => {
+                self.pieces.push(Piece { start: pair.start, len, continues: false });
+                self.summary.documents += 1;
+            }
+            _ => *too_long += 1,
+        }
     }
 
     /// Packs the pieces; `None` if there are none, or more than 2^32.
@@ -283,6 +301,18 @@ mod tests {
         pieces.sort_unstable_by_key(|piece| piece.start);
         let parts: Vec<_> = pieces.iter().map(|piece| (piece.start, piece.len, piece.continues)).collect();
         assert_eq!(parts, [(0, 10, true), (10, 10, true), (20, 5, false), (25, 4, false)]);
+    }
+
+    #[test]
+    fn pairs_are_never_split() {
+        let mut packer = Packer::new(10);
+        [0..4, 4..15, 15..25].into_iter().for_each(|pair| packer.add_pair(pair));
+        let packing = packer.pack(None).unwrap();
+        let found: Vec<_> = rows(&packing, 0).concat().iter().map(|piece| (piece.start, piece.len)).collect();
+        assert_eq!(found, [(0, 4), (15, 10)]);
+        let summary = packing.summary().to_string();
+        assert!(summary.starts_with("2 pairs of answers packed into 2 sequences"), "{summary}");
+        assert!(summary.ends_with("; 1 longer than model.seq were left out"), "{summary}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use xlaunch_data::{
     Chat, MAX_TOKENIZER_BYTES, Manifest, ManifestError, Split, TOKENIZER_FILE, Tokenizer, read_regular,
 };
-use xlaunch_spec::job::{DataSource, DocumentMode, Invalid, JobSpec};
+use xlaunch_spec::job::{DataSource, DocumentMode, DpoSection, Invalid, JobSpec};
 
 use super::{DataError, Tokens, source};
 
@@ -76,6 +76,11 @@ impl Prepared {
         self.manifest.chat.is_some()
     }
 
+    /// Returns whether its documents are pairs of a better and a worse answer.
+    pub(crate) fn has_preferences(&self) -> bool {
+        self.manifest.has_preferences()
+    }
+
     /// Completes the configuration of a job that trains on this data.
     ///
     /// # Errors
@@ -100,6 +105,9 @@ impl Prepared {
         spec.data.tokenizer = xlaunch_spec::job::Tokenizer::Bin;
         if self.has_chats() {
             spec.data.documents.get_or_insert(self.default_documents());
+        }
+        if self.manifest.has_preferences() {
+            spec.dpo.beta.get_or_insert(DpoSection::BETA);
         }
         Ok(())
     }
@@ -150,8 +158,9 @@ impl Prepared {
         (bytes > 0 && tokens > 0 && supervised.is_none()).then(|| bytes as f64 / tokens as f64)
     }
 
-    /// Checks that both directories have the same ids, and the same chat template if both have chats.
-    pub(crate) fn check_same_tokenizer(&self, other: &Self) -> Result<(), DataError> {
+    /// Checks that both directories can be used together: they have the same ids, the same chat template if both have
+    /// chats, and both have pairs of answers or none.
+    pub(crate) fn check_matches(&self, other: &Self) -> Result<(), DataError> {
         let mismatch = |what, found: [String; 2]| {
             let [one, other] = [self, other].map(|it| format!("{} {}", it.key, it.dir.display()));
             Err(DataError::Mismatch { one, other, what, found: found.join(" and ") })
@@ -173,6 +182,10 @@ impl Prepared {
             let ids =
                 |it: &Manifest| format!("{:?}", it.end_of_text.iter().chain(&it.bos).collect::<Vec<_>>());
             return mismatch("ids before each document", [own, theirs].map(ids));
+        }
+        if own.has_preferences() != theirs.has_preferences() {
+            let kind = |it: &Manifest| if it.has_preferences() { "pairs of answers" } else { "other data" };
+            return mismatch("rows", [own, theirs].map(|it| kind(it).into()));
         }
         if let (Some(own), Some(theirs)) = (&own.chat, &theirs.chat)
             && own.template_xxh3_128 != theirs.template_xxh3_128

@@ -4,6 +4,7 @@
 //! joined:  windows of T + 1 tokens of the whole sequence
 //! masked:  the same windows, with the bounds of the documents in them
 //! packed:  whole documents, and padding
+//! pairs:   whole pairs of documents, a better and a worse answer, and padding
 //! ```
 //! Invariant: a row is a pure function of (data, seed, k).
 
@@ -33,6 +34,8 @@ pub enum RowPlan {
     Masked(Order, Starts),
     /// Whole documents.
     Packed(Arc<Packing>),
+    /// Whole pairs of documents.
+    Pairs(Arc<Packing>, Starts),
 }
 
 /// Starts of documents.
@@ -93,6 +96,19 @@ impl RowPlan {
         if mode == DocumentMode::Masked {
             return Ok(Self::Masked(Order::new(tokens.len(), seq, windows), starts));
         }
+        if tokens.labels().preferences {
+            let mut packer = Packer::new(seq);
+            let mut first = None;
+            starts.for_each_document(tokens, |document| {
+                match first.take() {
+                    None => first = Some(document.start),
+                    Some(start) => packer.add_pair(start..document.end),
+                }
+                Ok(())
+            })?;
+            let packing = packer.pack(packed).ok_or_else(|| DataError::NoPair { key: key.into(), seq })?;
+            return Ok(Self::Pairs(Arc::new(packing), starts));
+        }
         let mut packer = Packer::new(seq);
         let mut mask = Vec::new();
         starts.for_each_document(tokens, |document| {
@@ -114,14 +130,14 @@ impl RowPlan {
     pub fn rows(&self) -> u64 {
         match self {
             Self::Joined(order) | Self::Masked(order, _) => order.windows(),
-            Self::Packed(packing) => packing.summary().rows,
+            Self::Packed(packing) | Self::Pairs(packing, _) => packing.summary().rows,
         }
     }
 
     /// Returns what packed rows hold.
     pub fn packing(&self) -> Option<PackingSummary> {
         match self {
-            Self::Packed(packing) => Some(packing.summary()),
+            Self::Packed(packing) | Self::Pairs(packing, _) => Some(packing.summary()),
             _ => None,
         }
     }
@@ -142,13 +158,15 @@ impl RowPlan {
                 batch.tell_apart(&starts.within(&ids, position), seq);
                 Ok(())
             }
-            Self::Packed(packing) => packed(tokens, seq, packing.row(k), batch),
+            Self::Packed(packing) => packed(tokens, seq, packing.row(k), None, batch),
+            Self::Pairs(packing, starts) => packed(tokens, seq, packing.row(k), Some(starts), batch),
         }
     }
 
-    /// Returns the number of targets of row `k` that count, without reading them if possible.
+    /// Returns the number of targets of row `k` that count, without reading them if possible, or its number of pairs.
     pub(super) fn targets(&self, tokens: &Tokens, seq: usize, k: u64) -> Result<u64, DataError> {
         match self {
+            Self::Pairs(packing, _) => Ok(packing.row(k).count() as u64),
             Self::Joined(_) if tokens.labels().mask.is_none() => Ok(seq as u64),
             Self::Packed(packing) if tokens.labels().mask.is_none() => {
                 let targets = |piece: Piece| u64::from(piece.len) - u64::from(!piece.continues);
@@ -222,11 +240,12 @@ fn window(tokens: &Tokens, seq: usize, position: u64, batch: &mut Batch) -> Resu
     Ok(ids)
 }
 
-/// Appends a row of whole documents.
+/// Appends a row of whole documents. With `starts`, a piece may hold several.
 fn packed(
     tokens: &Tokens,
     seq: usize,
     pieces: impl Iterator<Item = Piece>,
+    inside: Option<&Starts>,
     batch: &mut Batch,
 ) -> Result<(), DataError> {
     let (row, mut ids, mut starts) = (batch.tokens.len(), Vec::new(), Vec::new());
@@ -235,6 +254,8 @@ fn packed(
         starts.push(first - row);
         ids.clear();
         tokens.read(start, len + usize::from(continues), &mut ids)?;
+        let more = inside.map(|inside| inside.within(&ids, start)).unwrap_or_default();
+        starts.extend(more.into_iter().map(|at| first - row + at));
         batch.tokens.extend_from_slice(&ids[..len]);
         batch.targets.extend_from_slice(&ids[1..]);
         ignore(tokens, start + 1, &mut batch.targets[first..])?;

@@ -90,6 +90,11 @@ impl Held {
         let refused = |message: String| Refusal { exit: ExitCode::Data, message };
         let data = |error: DataError| Refusal::from(WorkerError::from(error));
         let prepared = Prepared::open("--data", dir, 1.0).map_err(data)?;
+        if prepared.has_preferences() {
+            return Err(refused(format!(
+                "{dir} has pairs of answers, which only training on preferences compares: name text or chats"
+            )));
+        }
         if let (Some(theirs), Some(own)) = (prepared.tokenizer().load().map_err(data)?, tokenizer) {
             let mismatch = data::tokenizer_mismatch(&format!("{dir} was prepared with"), &theirs, own);
             if let Some(Mismatch::Rules(message) | Mismatch::Ids(message)) = mismatch {

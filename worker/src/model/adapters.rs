@@ -268,7 +268,7 @@ mod tests {
             let acts = self.model.forward(rows(), self.tokens.all()).unwrap();
             let scale = backend.alloc(DType::F32, 1).unwrap();
             backend.write_f32(scale.all(), &[1.0 / rows().count() as f32]).unwrap();
-            let head = LossGradients { scale: scale.all(), grads: arena, acc };
+            let head = LossGradients { scale: scale.all(), grads: arena, acc, weights: None };
             let dy = self.model.loss_and_gradients(&acts, self.targets.all(), losses.all(), head).unwrap();
             let progress = |_| Ok::<_, EngineError>(());
             self.model.backward(acts, dy, self.tokens.all(), arena, acc, progress).unwrap();

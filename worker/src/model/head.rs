@@ -24,6 +24,8 @@ pub struct LossGradients<'a> {
     pub grads: GradientArena<'a>,
     /// Selects whether the gradients are added.
     pub acc: Accumulate,
+    /// Further factors of the losses' gradients, (N,) F32.
+    pub weights: Option<Slice<'a>>,
 }
 
 /// A chunk of logits with fewer rows than this makes matrix multiplications slow. Evaluation has no larger ones: their
@@ -55,7 +57,7 @@ impl Model {
     pub fn loss(&self, output: &Output<'_>, targets: Slice<'_>, losses: Slice<'_>) -> Result<()> {
         for rows in self.chunks(output, SMALLEST_CHUNK) {
             let logits = self.unbounded_logits(output, rows.clone())?;
-            self.classifier(&logits, rows, targets, losses, None)?;
+            self.classifier(&logits, rows, targets, losses, [None; 2])?;
         }
         Ok(())
     }
@@ -67,7 +69,7 @@ impl Model {
         Activations { output, .. }: &Activations<'_>,
         targets: Slice<'_>,
         losses: Slice<'_>,
-        LossGradients { scale, grads, acc }: LossGradients<'_>,
+        LossGradients { scale, grads, acc, weights }: LossGradients<'_>,
     ) -> Result<Tensor> {
         let dim = self.shape.dim;
         let dy = self.activation(output.last.y.len())?;
@@ -80,7 +82,7 @@ impl Model {
         let sum = exact.as_ref().map(Tensor::all).or(dw);
         for (number, rows) in chunks.enumerate() {
             let logits = self.unbounded_logits(output, rows.clone())?;
-            self.classifier(&logits, rows.clone(), targets, losses, Some(scale))?;
+            self.classifier(&logits, rows.clone(), targets, losses, [Some(scale), weights])?;
             let (shape, dlogits) = (self.head_shape(rows.len()), logits.all());
             let elements = rows.start * dim..rows.end * dim;
             let (w, dx) = (self.param(&self.layout.head), dy.slice(elements.clone()));
@@ -111,22 +113,23 @@ impl Model {
         self.backend.run(Sum { x: losses.all(), scale: Scale::Memory(scale), out, acc })
     }
 
-    /// Computes the losses of a chunk's rows. With `grad_scale`, overwrites the logits with their gradients.
+    /// Computes the losses of a chunk's rows. With a factor, overwrites the logits with their gradients.
     fn classifier(
         &self,
         logits: &Tensor,
         rows: Range<usize>,
         targets: Slice<'_>,
         losses: Slice<'_>,
-        grad_scale: Option<Slice<'_>>,
+        [grad_scale, weights]: [Option<Slice<'_>>; 2],
     ) -> Result<()> {
         let (vocab, padded) = (self.shape.vocab, self.shape.padded_vocab());
         self.backend.run(FusedClassifier {
             shape: ClassifierShape { rows: rows.len(), vocab, padded },
             logits: logits.all(),
             targets: targets.slice(rows.clone()),
-            losses: losses.slice(rows),
+            losses: losses.slice(rows.clone()),
             grad_scale,
+            weights: weights.map(|weights| weights.slice(rows)),
             softcap: self.logit_softcap(),
         })
     }

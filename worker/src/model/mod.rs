@@ -40,6 +40,7 @@ mod saved_activations;
 mod shared_experts;
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
@@ -71,7 +72,7 @@ pub struct Model {
     /// optimizer updates them; if they are Bf16, the optimizer has F32 master weights. With a sharded optimizer, the
     /// other ranks' updates of the last step are missing until they are gathered. With sharded parameters, only the
     /// most recently gathered buckets are present, in `slots`.
-    pub weights: Tensor,
+    pub weights: Rc<Tensor>,
     /// The adapters that are trained while `weights` stay unchanged, if the layout has any: their arena, in the same
     /// element type.
     adapters: Option<Tensor>,
@@ -182,13 +183,29 @@ impl Model {
         layout: Layout,
         slots: Option<Slots>,
     ) -> Result<Self> {
-        let len = slots.as_ref().map_or(layout.len, Slots::len);
-        let weights = backend.alloc_collective(backend.activation_dtype(), len)?;
+        Self::with_weights(backend, shape, layout, slots, None)
+    }
+
+    fn with_weights(
+        backend: &BackendHandle,
+        shape: &ModelShape,
+        layout: Layout,
+        slots: Option<Slots>,
+        weights: Option<Rc<Tensor>>,
+    ) -> Result<Self> {
+        let dtype = backend.activation_dtype();
+        let weights = if let Some(weights) = weights {
+            weights
+        } else {
+            let len = slots.as_ref().map_or(layout.len, Slots::len);
+            let weights = backend.alloc_collective(dtype, len)?;
+            backend.zero(weights.all())?;
+            Rc::new(weights)
+        };
         let adapters = layout.is_frozen().then_some(layout.trained().len);
-        let adapters = adapters.map(|len| backend.alloc_persistent(backend.activation_dtype(), len));
-        let adapters = adapters.transpose()?;
-        for tensor in [Some(&weights), adapters.as_ref()].into_iter().flatten() {
-            backend.zero(tensor.all())?;
+        let adapters = adapters.map(|len| backend.alloc_persistent(dtype, len)).transpose()?;
+        if let Some(adapters) = &adapters {
+            backend.zero(adapters.all())?;
         }
         let rope = Rope::new(backend, shape, shape.seq)?;
         let memory = MemoryUse::default();
@@ -204,6 +221,15 @@ impl Model {
             routing: Routing::new(backend, shape)?,
             backend: backend.clone(),
         })
+    }
+
+    /// Returns a model that shares the frozen weights of this one, if it has any, and whose trained parameters are its
+    /// own. They are whole, and zero until they are [written](Self::write_trained).
+    pub fn twin(&self) -> Result<Self> {
+        let layout = if self.layout.is_frozen() { self.layout.clone() } else { Layout::new(&self.shape) };
+        let shared = self.layout.is_frozen().then(|| self.weights.clone());
+        let twin = Self::with_weights(&self.backend, &self.shape, layout, None, shared)?;
+        Ok(twin.with_memory_use(self.memory).with_fp8(self.fp8))
     }
 
     /// Applies a job's settings for how passes compute on this number of ranks.

@@ -18,7 +18,7 @@ use xlaunch_comm::{Collective, Operation, Wait};
 use xlaunch_spec::job::{JobSpec, SpecError};
 use xlaunch_spec::model::ModelShape;
 
-use super::Context;
+use super::{Context, Trainer};
 use crate::adapter::ValuesHash;
 use crate::best::Best;
 use crate::checkpoint::{self, Abandoned, Arena, Frozen, Memory, Parent, Piece, Portion, Sink, State};
@@ -53,7 +53,7 @@ pub(super) struct Start {
     pub(super) warmup: Option<u64>,
     /// Files that came with the initial weights of the continued run.
     pub(super) inherited: Option<Inherited>,
-    /// The weights that the run's adapters adapt, if it trains adapters.
+    /// The weights that the run's adapters adapt or, if it trains all weights on preferences, those of the reference.
     pub(super) frozen: Option<Frozen>,
     /// Fingerprint of the data that it was trained on.
     data: Option<Fingerprint>,
@@ -72,6 +72,8 @@ enum Received {
     State(Piece),
     /// Part of the weights that adapters adapt.
     Frozen(Piece),
+    /// Part of the weights or adapters of the reference.
+    Reference(Piece),
 }
 
 /// The results of reading, other than values.
@@ -116,8 +118,9 @@ impl Reading {
         Ok(Self { pieces, thread, run_id: job.run_id.clone() })
     }
 
-    /// Passes all pieces on to the model and its optimizer.
-    pub(super) fn finish(self, model: &Model, optimizer: &AdamW) -> Result<Start> {
+    /// Passes all pieces on to the model, its optimizer, and the reference.
+    pub(super) fn finish(self, trainer: &Trainer) -> Result<Start> {
+        let Trainer { model, optimizer, .. } = trainer;
         let Self { pieces, thread, run_id } = self;
         for received in &pieces {
             phase::advance();
@@ -125,6 +128,10 @@ impl Reading {
                 Received::State(piece) => piece,
                 Received::Frozen(Piece { at, values, .. }) => {
                     model.write_weights(at, &values)?;
+                    continue;
+                }
+                Received::Reference(Piece { at, values, .. }) => {
+                    trainer.reference().map_or(Ok(()), |reference| reference.write_trained(at, &values))?;
                     continue;
                 }
             };
@@ -211,13 +218,24 @@ impl Source {
         let sink = |piece| pieces.send(Received::State(piece)).map_err(|_| Abandoned);
         let frozen_sink = |piece| pieces.send(Received::Frozen(piece)).map_err(|_| Abandoned);
         let init = spec.checkpoint.init.as_ref();
-        let given =
-            init.filter(|_| layout.is_frozen() || resume_from.as_os_str().is_empty() && memory.is_none());
+        // Weights under adapters, and those of a reference, are not in checkpoints.
+        let has_frozen = layout.is_frozen() || spec.dpo.is_on();
+        let given = init.filter(|_| has_frozen || resume_from.as_os_str().is_empty() && memory.is_none());
         let given = given.map(|path| Weights::open(Path::new(path))).transpose()?;
-        let frozen = given.as_ref().filter(|_| layout.is_frozen());
-        let frozen = frozen
-            .map(|given| read_frozen(given.without_adapter(), &shape, threads, &frozen_sink))
-            .transpose()?;
+        let reference_sink = |piece| pieces.send(Received::Reference(piece)).map_err(|_| Abandoned);
+        let frozen = match given.as_ref().filter(|_| has_frozen) {
+            None => None,
+            Some(given) if layout.is_frozen() => {
+                if let Some(adapter) = given.adapter().filter(|_| spec.dpo.is_on()) {
+                    // If it has given up, the training thread has an error of its own.
+                    let _ = adapter.pieces().try_for_each(|(at, values)| {
+                        reference_sink(Piece { arena: Arena::Params, at, values })
+                    });
+                }
+                Some(read_frozen(given.without_adapter(), &shape, threads, &frozen_sink)?)
+            }
+            Some(given) => Some(read_frozen(given, &shape, threads, &reference_sink)?),
+        };
         if let Some(memory) = memory {
             return check_frozen(&resume_from, memory.read(threads, &sink)?, frozen);
         }
@@ -258,11 +276,12 @@ fn read_frozen(
     Ok(Frozen { path: weights.path().into(), hash: hash.finish() })
 }
 
-/// Requires that adapters are continued on the weights that they were trained with.
+/// Requires that adapters are continued on the weights that they were trained with, and preferences with the same
+/// reference.
 fn check_frozen(path: &Path, state: Option<State>, frozen: Option<Frozen>) -> Result<Found> {
-    let saved = state.as_ref().and_then(|state| state.adapted.as_ref());
-    if let Some((adapted, found)) = saved.zip(frozen.as_ref()) {
-        adapted.frozen.check(path, found)?;
+    let saved = state.as_ref().and_then(State::frozen);
+    if let Some((saved, found)) = saved.zip(frozen.as_ref()) {
+        saved.check(path, found)?;
     }
     Ok(Found { state, frozen })
 }

@@ -9,6 +9,7 @@ mod share;
 use std::ops::Range;
 use std::panic::resume_unwind;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::time::Duration;
 
 use xlaunch_comm::{Collective, Sharding};
@@ -40,7 +41,7 @@ use crate::nccl_windows;
 use crate::optim::AdamW;
 use crate::phase;
 use crate::tracked_collective::TrackedCollective;
-use crate::train::{self, Division, Evaluator, Outcome, Run, Sampler, Stepper, Tracer};
+use crate::train::{self, Division, Evaluator, Outcome, Preferences, Run, Sampler, Stepper, Tracer};
 use crate::weights;
 use device::{Libraries, OpenDevice};
 pub(crate) use device::{activation_dtype, pool_mode};
@@ -241,7 +242,7 @@ fn fill(trainer: &Trainer, reading: Option<Reading>, job: &GetJobReply) -> Resul
     if job.memory_snapshot.is_some() || !job.resume_from.is_empty() {
         fail::at(Place::Resume);
     }
-    reading.finish(&trainer.model, &trainer.optimizer)
+    reading.finish(trainer)
 }
 
 /// Completes this rank's starting state with the state of other ranks, and refuses to continue with other data. Every
@@ -261,7 +262,7 @@ fn complete_start(
     let start = if context.environment.is_shared() {
         start
     } else {
-        share::from_rank_0(backend, model, optimizer, &start, collective)?
+        share::from_rank_0(backend, trainer, &start, collective)?
     };
     optimizer.gather_router_biases(model, collective)?;
     start.check_data(context.spec, data)?;
@@ -323,6 +324,7 @@ struct Trainer {
     optimizer: AdamW,
     stepper: Stepper,
     evaluator: Evaluator,
+    preferences: Option<Rc<Preferences>>,
     /// Present only on rank 0, if texts are sampled.
     sampler: Option<Sampler>,
 }
@@ -339,9 +341,15 @@ impl Trainer {
         let model = Model::of_layout(backend, shape, layout, division.weights.clone())?;
         let model = model.with_job(spec, world);
         let optimizer = AdamW::zeroed(backend, &model, &division.sharding, spec)?;
-        let stepper = Stepper::new(backend, &model, spec, division, world)?;
-        let evaluator = Evaluator::new(backend, &model, spec, division)?;
-        Ok(Self { model, optimizer, stepper, evaluator, sampler: None })
+        let preferences = Preferences::new(backend, &model, spec)?.map(Rc::new);
+        let stepper = Stepper::new(backend, &model, spec, division, world, preferences.clone())?;
+        let evaluator = Evaluator::new(backend, &model, spec, division, preferences.clone())?;
+        Ok(Self { model, optimizer, stepper, evaluator, preferences, sampler: None })
+    }
+
+    /// Returns the model that is compared with, if the job trains on preferences.
+    fn reference(&self) -> Option<&Model> {
+        self.preferences.as_ref().map(|preferences| &preferences.reference)
     }
 }
 
@@ -379,6 +387,7 @@ fn operations(spec: &JobSpec, shape: &ModelShape) -> Operations {
         experts: shape.experts > 0,
         muon: spec.train.optimizer == Optimizer::Muon,
         fp8: spec.engine.precision == Some(Precision::Fp8),
+        preferences: spec.dpo.is_on(),
     }
 }
 

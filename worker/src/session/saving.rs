@@ -83,6 +83,7 @@ pub(super) fn open(
     let failed = |source| WorkerError::Io { what: "failed to start the checkpoint thread".into(), source };
     let exchange =
         control.exchange().ok_or_else(|| failed(std::io::Error::other("it was started already")))?;
+    let frozen = |adapters: bool| start.frozen.clone().filter(|_| spec.lora.is_on() == adapters);
     let template = State {
         version,
         step: start.step,
@@ -100,7 +101,8 @@ pub(super) fn open(
         end_of_text: dataset.tokenizer.load()?.and_then(|tokenizer| tokenizer.end_of_text()),
         inherited: inherited(spec, job, start, dataset),
         spec: serde_json::to_value(spec).unwrap_or_default(),
-        adapted: start.frozen.clone().map(|frozen| Adapted { lora: spec.lora.clone(), frozen }),
+        adapted: frozen(true).map(|frozen| Adapted { lora: spec.lora.clone(), frozen }),
+        reference: frozen(false),
     };
     let saver = Saver::start(settings, exchange).map_err(failed)?;
     Ok(Some(Checkpoints::new(saver, portion, template, &spec.checkpoint)))

@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 use xlaunch_comm::{Collective, Operation, Wait};
 use xlaunch_engine::{DType, Tensor};
 
+use super::Trainer;
 use super::initial::Start;
 use crate::error::{Result, WorkerError};
-use crate::model::{BackendHandle, Model};
-use crate::optim::AdamW;
+use crate::model::BackendHandle;
 use crate::phase;
 
 /// Elements per broadcast. A ring forwards one broadcast while it receives the next.
@@ -24,15 +24,15 @@ const BROADCASTS_IN_FLIGHT: usize = 64;
 /// A position takes a few hundred bytes, plus some for each run that was continued.
 const MAX_POSITION_BYTES: usize = 16 << 20;
 
-/// Copies rank 0's starting position `start`, and its model and optimizer state, to the other ranks. The state must not
-/// be sharded. Every rank calls it.
+/// Copies rank 0's starting position `start`, and the state of its model, optimizer and reference, to the other ranks.
+/// The state must not be sharded. Every rank calls it.
 pub(super) fn from_rank_0(
     backend: &BackendHandle,
-    model: &Model,
-    optimizer: &AdamW,
+    trainer: &Trainer,
     start: &Start,
     collective: &mut dyn Collective,
 ) -> Result<Start> {
+    let Trainer { model, optimizer, .. } = trainer;
     let start: Start = broadcast_json(backend, start, collective)?;
     let [weights, m, v] = optimizer.state(model);
     broadcast(weights, collective)?;
@@ -43,6 +43,9 @@ pub(super) fn from_rank_0(
     optimizer.copy_masters_to(model)?;
     if model.layout.is_frozen() {
         broadcast(&model.weights, collective)?;
+    }
+    if let Some(reference) = trainer.reference() {
+        broadcast(reference.trained(), collective)?;
     }
     Ok(start)
 }

@@ -367,6 +367,8 @@ impl Run<'_> {
             router_aux_loss: result.experts.as_ref().map(|load| load.balance),
             expert_busiest_share: result.experts.as_ref().map(|load| load.busiest),
             expert_load_entropy: result.experts.as_ref().map(|load| load.entropy),
+            preference_accuracy: result.pairs.map(|pairs| pairs.accuracy),
+            preference_margin: result.pairs.map(|pairs| pairs.margin),
         }));
         if let Some(load) = result.experts {
             self.report_experts(done, &load);
@@ -420,15 +422,18 @@ impl Run<'_> {
             return Ok(None);
         }
         self.optimizer.gather(self.model, self.collective)?;
-        let (mut loss, mut tokens, mut losses) = (0.0, 0, Vec::new());
+        let (mut loss, mut tokens, mut losses, mut accuracy) = (0.0, 0, Vec::new(), None);
         for held_out in &self.dataset.val {
             let (model, optimizer) = (self.model, self.optimizer);
-            let (own, count) = self.evaluator.evaluate(model, optimizer, self.collective, held_out)?;
-            loss += held_out.share * own;
-            tokens += count;
+            let own = self.evaluator.evaluate(model, optimizer, self.collective, held_out)?;
+            loss += held_out.share * own.loss;
+            tokens += own.targets;
+            if let Some(own) = own.accuracy {
+                *accuracy.get_or_insert(0.0) += held_out.share * own;
+            }
             let name = held_out.rows.sources()[0].name.clone();
             #[expect(clippy::cast_possible_truncation, reason = "the report contains an f32")]
-            losses.push(SourceLoss { name, loss: own as f32 });
+            losses.push(SourceLoss { name, loss: own.loss as f32 });
         }
         if !loss.is_finite() {
             return Err(WorkerError::Diverged { step, what: Divergence::Validation { loss } });
@@ -448,6 +453,7 @@ impl Run<'_> {
                 stopped_after: if stops { best.evaluations_since } else { 0 },
                 sources: self.source_reports(step),
                 losses: if losses.len() > 1 { losses } else { Vec::new() },
+                preference_accuracy: accuracy,
             }));
         }
         Ok(Some(loss))

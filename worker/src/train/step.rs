@@ -26,6 +26,7 @@
 //! memory before the work that reads it is enqueued, so the work itself can be captured and replayed: see [`Replay`].
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use xlaunch_comm::{Among, Collective, Operation, Sharding, Wait, bucket};
 use xlaunch_engine::{Accumulate, DType, Mark, PendingRead, Scale, Slice, SquaredNorm, Sum, Tensor};
@@ -36,12 +37,13 @@ use super::batch_memory::BatchMemory;
 use super::division::{self, Division, wire_dtype};
 use super::gathers::Gathers;
 use super::gradients::Gradients;
+use super::preferences::{PairSum, Preferences};
 use super::replay::{Replay, Work};
 use super::trace;
 use crate::data::{Loader, MicroBatch};
 use crate::error::Result;
 use crate::fail::{self, Place};
-use crate::model::{BackendHandle, ExpertLoad, LossGradients, Model, Progress, Routing};
+use crate::model::{BackendHandle, ExpertLoad, LossGradients, Model, Output, Progress, Routing};
 use crate::optim::AdamW;
 
 /// Slots of the tensor that is read back after a step. Those before `OWN_SECONDS` are all-reduced. Without sharding,
@@ -52,8 +54,10 @@ mod slot {
     pub(super) const CHECKPOINT: usize = 2;
     pub(super) const GRAD_NORM_SQ: usize = 3;
     pub(super) const BALANCE: usize = 4;
-    pub(super) const OWN_SECONDS: usize = 5;
-    pub(super) const COUNT: usize = 6;
+    pub(super) const PREFERRED: usize = 5;
+    pub(super) const MARGIN: usize = 6;
+    pub(super) const OWN_SECONDS: usize = 7;
+    pub(super) const COUNT: usize = 8;
 }
 
 /// Size of the all-reduce of loss and flags in bytes. Buckets are larger: their ends are multiples of the layout's
@@ -71,7 +75,7 @@ pub struct Requests {
 /// The results of a step, the same on every rank.
 #[derive(Clone, Debug)]
 pub struct StepResult {
-    /// Mean loss over the targets of the global batch that count.
+    /// Mean loss over the targets, or pairs of answers, of the global batch that count.
     pub loss: f32,
     /// Global norm of the gradients before clipping. It is finite if and only if its square, which the optimizer reads,
     /// is finite.
@@ -83,6 +87,17 @@ pub struct StepResult {
     pub own_seconds: f32,
     /// Use of the experts; `None` if the model has none.
     pub experts: Option<ExpertLoad>,
+    /// Pairs of answers, if the job trains on preferences.
+    pub pairs: Option<PairResult>,
+}
+
+/// How the model orders the pairs of answers of a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PairResult {
+    /// Share of pairs whose better answer has gained more than the worse one.
+    pub accuracy: f32,
+    /// Mean difference of the gains, times `dpo.beta`.
+    pub margin: f32,
 }
 
 /// A step that was enqueued and has not been waited for.
@@ -105,8 +120,10 @@ pub struct Stepper {
     /// Gathers of the first micro-step, and of the others.
     gathers: [Gathers; 2],
     losses: Tensor,
-    /// Factor of the losses: the reciprocal of the number of targets of the step. It is in memory because the number
-    /// differs from step to step if not every target counts.
+    /// `None` unless the job trains on preferences.
+    preferences: Option<Rc<Preferences>>,
+    /// Factor of the losses: the reciprocal of the number of targets, or pairs of answers, of the step. It is in memory
+    /// because the number differs from step to step if not every target counts.
     scale: Tensor,
     results: Tensor,
     sharding: Sharding,
@@ -121,6 +138,7 @@ impl Stepper {
         spec: &JobSpec,
         division: &Division,
         world: usize,
+        preferences: Option<Rc<Preferences>>,
     ) -> Result<Self> {
         let batch = BatchMemory::new(backend, spec, model.shape.seq)?;
         let rows = batch.rows().count();
@@ -135,6 +153,7 @@ impl Stepper {
             gradients: Gradients::new(backend, &model.layout, division, wire, accumulate, world)?,
             gathers: [gathers(false), gathers(true)],
             losses: backend.alloc_persistent(DType::F32, rows)?,
+            preferences,
             scale: backend.alloc_persistent(DType::F32, 1)?,
             results: backend.alloc_collective(DType::F32, slot::COUNT)?,
             sharding: division.sharding.clone(),
@@ -263,6 +282,10 @@ impl Stepper {
             },
             own_seconds: results[slot::OWN_SECONDS],
             experts: experts.transpose()?,
+            pairs: self
+                .preferences
+                .as_ref()
+                .map(|_| PairResult { accuracy: results[slot::PREFERRED], margin: results[slot::MARGIN] }),
         })
     }
 
@@ -293,6 +316,9 @@ impl Stepper {
         if first {
             self.backend.run(Mark::Begin)?;
         }
+        if let Some(preferences) = &self.preferences {
+            preferences.run_reference(rows, self.batch.tokens(), self.batch.targets())?;
+        }
         let gathers = &self.gathers[usize::from(!first)];
         let mut part = 0..;
         let mut next_part = |collective: &mut dyn Collective| -> Result<()> {
@@ -313,9 +339,15 @@ impl Stepper {
             self.start_loads(routing, collective, first)?;
         }
         let written = self.gradients.accumulation(acc);
-        let head = LossGradients { scale, grads: self.gradients.arena(), acc: written };
+        let weights = match &self.preferences {
+            None => None,
+            Some(preferences) => Some(self.weigh(model, preferences, &acts.output, acc)?),
+        };
+        let head = LossGradients { scale, grads: self.gradients.arena(), acc: written, weights };
         let dy = model.loss_and_gradients(&acts, self.batch.targets(), self.losses.all(), head)?;
-        model.scaled_loss(&self.losses, scale, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
+        if weights.is_none() {
+            model.scaled_loss(&self.losses, scale, self.result(slot::LOSS), acc)?;
+        }
         if let Some(routing) = &model.routing {
             collective.wait(Wait::All)?;
             routing.add_loads(&self.backend, acc)?;
@@ -354,6 +386,31 @@ impl Stepper {
             },
         )?;
         self.gradients.end_micro_step(acc, collective)
+    }
+
+    /// Computes the losses of the batch's pairs of answers, and returns the weights of its tokens in the gradient.
+    fn weigh<'a>(
+        &self,
+        model: &Model,
+        preferences: &'a Preferences,
+        output: &Output<'_>,
+        acc: Accumulate,
+    ) -> Result<Slice<'a>> {
+        model.loss(output, self.batch.targets(), self.losses.all())?;
+        let weights = preferences.compare(self.batch.rows(), self.losses.all())?;
+        for (sum, slot) in [
+            (PairSum::Losses, slot::LOSS),
+            (PairSum::Preferred, slot::PREFERRED),
+            (PairSum::Margins, slot::MARGIN),
+        ] {
+            preferences.add_up(sum, self.scale.all(), self.result(slot), acc)?;
+        }
+        Ok(weights)
+    }
+
+    /// Returns the memory of a result.
+    fn result(&self, slot: usize) -> Slice<'_> {
+        self.results.slice(slot..slot + 1)
     }
 
     /// Starts the all-reduce of the loads of experts, which the balance loss in backward reads.
@@ -397,8 +454,7 @@ impl Stepper {
     /// Waits for the reduced gradients after the last micro-step, and runs the optimizer.
     fn update(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         let _tag = xlaunch_pool::tag("optimizer");
-        let [loss, grad_norm_sq] =
-            [slot::LOSS, slot::GRAD_NORM_SQ].map(|slot| self.results.slice(slot..slot + 1));
+        let [loss, grad_norm_sq] = [slot::LOSS, slot::GRAD_NORM_SQ].map(|slot| self.result(slot));
         self.backend.run(Mark::End(self.results.slice(slot::OWN_SECONDS..slot::COUNT)))?;
         let all_reduce = trace::span(Phase::AllReduce);
         fail::at(Place::AllReduce);
@@ -410,7 +466,7 @@ impl Stepper {
             self.squared_norm(grads, &counted, grad_norm_sq)?;
         }
         if let Some(routing) = &model.routing {
-            routing.write_balance(&self.backend, self.results.slice(slot::BALANCE..slot::BALANCE + 1))?;
+            routing.write_balance(&self.backend, self.result(slot::BALANCE))?;
         }
         let buckets = vec![self.results.lend(0..slot::OWN_SECONDS)];
         collective.run(Operation::AllReduce { buckets, dtype: DType::F32 })?;

@@ -83,8 +83,8 @@ impl Rank {
         let model = model.with_job(spec, world);
         model.write_weights(0, &weights).unwrap();
         let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, spec).unwrap();
-        let stepper = Stepper::new(&backend, &model, spec, &division, world).unwrap();
-        let evaluator = Evaluator::new(&backend, &model, spec, &division).unwrap();
+        let stepper = Stepper::new(&backend, &model, spec, &division, world, None).unwrap();
+        let evaluator = Evaluator::new(&backend, &model, spec, &division, None).unwrap();
         let schedule = Schedule {
             first: 0,
             rank,

@@ -179,10 +179,14 @@ impl Progress {
 
     fn eval(&mut self, eval: &EvalReport) {
         let bits = eval.bits_per_byte.map_or_else(String::new, |bits| format!("  {bits:.4} bits per byte"));
+        let right = eval.preference_accuracy;
+        let order =
+            right.map_or_else(String::new, |share| format!("  {:.1} % of pairs in order", 100.0 * share));
         let by_source: String =
             eval.losses.iter().map(|it| format!("  {} {:.4}", it.name, it.loss)).collect();
         let EvalReport { step, loss, tokens, .. } = eval;
-        self.print(&format!("step {step}  val loss {loss:.4}{bits}{by_source} ({tokens} tokens)"));
+        let unit = if right.is_some() { "pairs" } else { "tokens" };
+        self.print(&format!("step {step}  val loss {loss:.4}{bits}{order}{by_source} ({tokens} {unit})"));
         if let Some(reason) = early_stop(eval) {
             self.print(&format!("xlaunch: stopping early: {reason}"));
             self.total = eval.step;

@@ -120,10 +120,13 @@ impl Summary {
             if let Some(eval) = &self.eval {
                 let bits =
                     eval.bits_per_byte.map_or_else(String::new, |bits| format!(", {bits:.4} bits per byte"));
+                let order = eval.preference_accuracy;
+                let order = order
+                    .map_or_else(String::new, |share| format!(", {:.1} % of pairs in order", 100.0 * share));
                 let best = eval.best.map_or_else(String::new, |best| {
                     format!(", best {:.4} at step {}", best.loss, best.step)
                 });
-                line("val loss", format!("{:.4}{bits}{best}", eval.loss));
+                line("val loss", format!("{:.4}{bits}{order}{best}", eval.loss));
             }
             if let Some(reason) = self.early_stop() {
                 line("stopped", format!("early: {reason}"));

@@ -46,7 +46,8 @@ fn text(report: &Report, colours: bool) -> String {
     let vocab = report.vocab.map_or_else(String::new, |vocab| format!(", {vocab} ids"));
     let end = report.end_of_text.map_or_else(String::new, |id| format!(", end of text {id}"));
     let path = report.path.display().to_string();
-    let mut out = format!("{}: tokenizer {}{vocab}{end}\n", escape(&path), escape(tokenizer));
+    let pairs = if report.preferences { ", pairs of a better and a worse answer" } else { "" };
+    let mut out = format!("{}: tokenizer {}{vocab}{end}{pairs}\n", escape(&path), escape(tokenizer));
     let mut head =
         vec!["part", "documents", "bytes", "tokens", "shards", "min", "median", "p99", "max", "hashes"];
     let mut rows: Vec<Vec<String>> = report.parts.iter().map(row).collect();

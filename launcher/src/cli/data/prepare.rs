@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use xlaunch_data::chat::Templates;
 use xlaunch_data::{
@@ -23,6 +23,7 @@ const PROGRESS_LINE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Options of `xlaunch data prepare`.
 #[derive(Debug, Args)]
+#[command(group = ArgGroup::new("rows").args(["chat", "preferences"]))]
 pub(in crate::cli) struct Prepare {
     /// Files, directories, globs, or `-` for standard input: text, JSON, JSONL, CSV or Parquet, also compressed with
     /// gzip or zstd
@@ -46,11 +47,16 @@ pub(in crate::cli) struct Prepare {
     /// `text`. The loss counts for what the assistant writes
     #[arg(long, conflicts_with_all = ["documents", "field", "bos"])]
     chat: bool,
+    /// Read rows as pairs of a better and a worse answer, `chosen` and `rejected`, with or without `prompt`, to train
+    /// on preferences (DPO)
+    #[arg(long, conflicts_with_all = ["documents", "field", "bos"])]
+    preferences: bool,
     /// Chat template, in place of that of the tokenizer
-    #[arg(long, value_name = "FILE", requires = "chat")]
+    #[arg(long, value_name = "FILE", requires = "rows")]
     chat_template: Option<PathBuf>,
-    /// Maximum token ids of a chat: turns are left out at its end until it fits
-    #[arg(long, value_name = "N", requires = "chat")]
+    /// Maximum token ids of a chat: turns are left out at its end until it fits; of an answer with its prompt: longer
+    /// pairs are left out
+    #[arg(long, value_name = "N", requires = "rows")]
     max_tokens: Option<NonZeroUsize>,
     /// End-of-text token, written at the start of each document, or `none` [default: from the tokenizer's files]
     #[arg(long, value_name = "TOKEN")]
@@ -104,10 +110,11 @@ fn resolve(options: Prepare) -> Result<Options, QueryError> {
         usage(format!("--tokenizer: {error}\n{help}"))
     })?;
     tokenizer.loading_warnings().iter().for_each(|warning| print_note(warning));
-    let chat = if options.chat {
+    let chat = if options.chat || options.preferences {
         let templates =
             Templates::find(&options.tokenizer, options.chat_template.as_deref()).map_err(usage)?;
-        Some(ChatOptions { templates, max_tokens: options.max_tokens.map(NonZeroUsize::get) })
+        let max_tokens = options.max_tokens.map(NonZeroUsize::get);
+        Some(ChatOptions { templates, max_tokens, preferences: options.preferences })
     } else {
         None
     };

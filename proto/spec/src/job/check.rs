@@ -36,6 +36,7 @@ impl JobSpec {
         data_source::check("data.train", &self.data.train)?;
         data_source::check("data.val", &self.data.val)?;
         self.lora.check(self)?;
+        self.dpo.check(self)?;
         self.check_model()?;
         positive_in_fp32("train.lr", train.lr)?;
         positive_in_fp32("train.eps", train.eps)?;
@@ -204,6 +205,7 @@ impl JobSpec {
         self.check_divided_experts(&model)?;
         sizes::check(self, &model)?;
         self.lr_scale.check_model(&model)?;
+        self.dpo.check_model(&model)?;
         if self.lora.is_on() {
             self.lora.modules(&model)?;
         }

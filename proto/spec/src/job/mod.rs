@@ -12,6 +12,7 @@ mod checkpoint;
 mod comm;
 mod data;
 mod data_source;
+mod dpo;
 mod engine;
 mod launch;
 mod lora;
@@ -31,6 +32,7 @@ pub use checkpoint::{CheckpointSection, MemorySnapshots, OnSaveError};
 pub use comm::{CommSection, EQUAL_SHARDS, Shard, WireDtype};
 pub use data::{DataSection, DocumentMode, Tokenizer};
 pub use data_source::DataSource;
+pub use dpo::DpoSection;
 pub use engine::{Device, EngineSection, Exec, PoolMode, Precision};
 pub use launch::{DoctorMode, LaunchSection, OnHang};
 pub use lora::{Layer, LoraSection, MAX_LORA_RANK, Module};
@@ -62,6 +64,7 @@ pub struct JobSpec {
     pub muon: MuonSection,
     pub lr_scale: LrScaleSection,
     pub lora: LoraSection,
+    pub dpo: DpoSection,
     pub comm: CommSection,
     pub engine: EngineSection,
     pub checkpoint: CheckpointSection,

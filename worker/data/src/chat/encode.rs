@@ -8,7 +8,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::content::probe;
 use super::json::field;
-use super::row::{ASSISTANT, Chat, Row, THOUGHTS, TOOLS, has_role, has_thoughts, parse};
+use super::row::{
+    ASSISTANT, CHOSEN, Chat, REJECTED, Row, THOUGHTS, TOOLS, has_role, has_thoughts, parse, parse_preference,
+};
 use super::spans::{self, Endings};
 use super::template::{LeftOut, Marked, Template};
 use super::templates::Templates;
@@ -32,6 +34,8 @@ pub(crate) struct ChatEncoder {
     default: Format,
     with_tools: Option<Format>,
     max_tokens: Option<usize>,
+    /// True if each row has a better and a worse answer.
+    preferences: bool,
     /// Tokens that may end an answer.
     endings: Vec<String>,
     /// Their ids.
@@ -65,6 +69,8 @@ pub(crate) enum Outcome {
         /// The chat has thoughts, but the template writes none.
         loses_thoughts: bool,
     },
+    /// The better answer, and the worse one.
+    Pair { documents: [Document; 2], loses_thoughts: bool },
 }
 
 /// The ids of a row.
@@ -80,7 +86,13 @@ pub(crate) struct Document {
 }
 
 impl ChatEncoder {
-    pub(crate) fn new(tokenizer: Tokenizer, templates: &Templates, max_tokens: Option<usize>) -> Self {
+    /// `preferences`: each row has a better and a worse answer.
+    pub(crate) fn new(
+        tokenizer: Tokenizer,
+        templates: &Templates,
+        max_tokens: Option<usize>,
+        preferences: bool,
+    ) -> Self {
         let (default, with_tools) = templates.both();
         let added = tokenizer.added_tokens().into_iter();
         let endings: Vec<String> = added.filter(|token| !token.trim().is_empty()).map(String::from).collect();
@@ -90,7 +102,7 @@ impl ChatEncoder {
         let mut without_id = templates.tokens.clone();
         // Every text contains the empty one, by which some configurations say that there is no such token.
         without_id.retain(|token| !token.is_empty() && tokenizer.added_id(token).is_none());
-        Self { tokenizer, default, with_tools, max_tokens, endings, special, without_id }
+        Self { tokenizer, default, with_tools, max_tokens, preferences, endings, special, without_id }
     }
 
     /// Encodes a row of JSON.
@@ -98,7 +110,31 @@ impl ChatEncoder {
     /// # Errors
     /// The reason why it cannot be used.
     pub(crate) fn encode(&self, row: &Value) -> Result<Outcome, String> {
-        let document = match parse(row)? {
+        if self.preferences { self.pair(row) } else { self.row(parse(row)?) }
+    }
+
+    /// Encodes a row with two answers, both of which must be complete.
+    fn pair(&self, row: &Value) -> Result<Outcome, String> {
+        let Some([better, worse]) = parse_preference(row)? else { return Ok(Outcome::Empty) };
+        let document = |row: Row, name: &str| match self.row(row) {
+            Ok(Outcome::Document { document, truncated: false, loses_thoughts }) => {
+                Ok(Some((document, loses_thoughts)))
+            }
+            Ok(_) => Ok(None),
+            Err(reason) => Err(format!("`{name}`: {reason}")),
+        };
+        let (Some((better, lost)), Some((worse, also_lost))) =
+            (document(better, CHOSEN)?, document(worse, REJECTED)?)
+        else {
+            return Ok(Outcome::Dropped);
+        };
+        // Both are in the same split.
+        let worse = Document { hash: better.hash, ..worse };
+        Ok(Outcome::Pair { documents: [better, worse], loses_thoughts: lost || also_lost })
+    }
+
+    fn row(&self, row: Row) -> Result<Outcome, String> {
+        let document = match row {
             Row::Empty => return Ok(Outcome::Empty),
             Row::Chat(chat) => return self.chat(&chat),
             Row::Completion { prompt, completion } => self.text(&prompt, &completion)?,

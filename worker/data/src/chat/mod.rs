@@ -8,6 +8,7 @@
 //! - `templates` finds the chat template of a tokenizer; `template` renders chats with it as Python's `transformers`
 //!   does; `rewrite` and `literals` prepare its source, `python` and `json` have what templates expect of Python, and
 //!   `content` converts messages to the form that a template accepts;
+//! - a row may have two answers, of which the first is preferred: it becomes two documents, one for each;
 //! - the text of the assistant is the contents of a template's `generation` blocks; `spans` derives it for templates
 //!   that have none.
 //!
@@ -32,6 +33,8 @@ pub(crate) const CHAT_COLUMNS: &[&str] = &[
     "prompt",
     "completion",
     "text",
+    row::CHOSEN,
+    row::REJECTED,
     row::TOOLS,
     "functions",
     "system",

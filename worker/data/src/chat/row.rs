@@ -16,6 +16,10 @@ pub(crate) const THOUGHTS: [&str; 2] = ["thinking", "reasoning_content"];
 /// Field of a row with the schemas of tools, and the name by which templates know them.
 pub(crate) const TOOLS: &str = "tools";
 
+/// Fields of a row with two answers: the better one, and the worse one.
+pub(crate) const CHOSEN: &str = "chosen";
+pub(crate) const REJECTED: &str = "rejected";
+
 /// Names of roles in ShareGPT's rows, and the role that each stands for.
 const SHAREGPT_ROLES: [(&str, &str); 5] =
     [("human", "user"), ("user", "user"), ("gpt", ASSISTANT), ("assistant", ASSISTANT), ("system", "system")];
@@ -23,10 +27,10 @@ const SHAREGPT_ROLES: [(&str, &str); 5] =
 /// Fields of rows and messages with what an answer may be about.
 pub(crate) const MEDIA: &[&str] = &["images", "image", "videos", "video", "audios", "audio"];
 
-/// Reason to refuse the rows of other trainers' DPO.
-const PREFERENCES: &str = "the row has a better and a worse answer, `chosen` and `rejected`: training on preferences \
-                           (DPO) is not supported\nhelp: to train on the better answers alone, rename `chosen` to \
-                           `completion` beside a `prompt`, or to `messages`";
+/// Reason to refuse rows with two answers where each should have one.
+const PREFERENCES: &str = "the row has a better and a worse answer, `chosen` and `rejected`\nhelp: to train on \
+                           preferences, use --preferences in place of --chat; to train on the better answers alone, \
+                           rename `chosen` to `completion` beside a `prompt`, or to `messages`";
 
 /// Contents of a row.
 #[derive(Clone, Debug, PartialEq)]
@@ -66,28 +70,16 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
         kind => return Err(format!("the row is a {kind}; expected an object with `messages`")),
     }
     let field = |name: &str| field(value, name);
-    let tools = tools(field(TOOLS))?;
+    let tools = common_fields(value)?;
     let variables = || variables(value, &tools);
-    if field("functions").is_some_and(|functions| functions.is_true()) {
-        return Err("`functions` is not read\nhelp: write them as `tools`".into());
-    }
-    if ["messages", "conversations", "prompt"].iter().any(|name| field(name).is_some()) {
-        check_media(value, "")?;
-    }
-    if field("chat_template_kwargs").is_some_and(|options| options.len() != Some(0)) {
-        return Err("`chat_template_kwargs` is not supported\nhelp: remove it, and set these variables at the beginning \
-                    of a template: --chat-template FILE with `{% set enable_thinking = false %}`"
-            .into());
-    }
-    weights::check_row(value)?;
-    let system = field("system").or_else(|| field("system_prompt"));
+    let system = system(value);
     if let Some(list) = field("messages") {
         return chat(with_system(trained(&list, "messages")?, system)?, variables(), 0);
     }
     if let Some(list) = field("conversations") {
         return chat(with_system(conversations(&list)?, system)?, variables(), 0);
     }
-    if field("rejected").is_some() && ["completion", "text"].iter().all(|name| field(name).is_none()) {
+    if field(REJECTED).is_some() && ["completion", "text"].iter().all(|name| field(name).is_none()) {
         return Err(PREFERENCES.into());
     }
     match (field("prompt"), field("completion"), field("text")) {
@@ -108,6 +100,29 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
             keys(value)
         )),
     }
+}
+
+/// Checks the fields that all kinds of rows may have. Returns the schemas of tools.
+fn common_fields(value: &Value) -> Result<Value, String> {
+    let field = |name: &str| field(value, name);
+    let tools = tools(field(TOOLS))?;
+    if field("functions").is_some_and(|functions| functions.is_true()) {
+        return Err("`functions` is not read\nhelp: write them as `tools`".into());
+    }
+    if ["messages", "conversations", "prompt", CHOSEN].iter().any(|name| field(name).is_some()) {
+        check_media(value, "")?;
+    }
+    if field("chat_template_kwargs").is_some_and(|options| options.len() != Some(0)) {
+        return Err("`chat_template_kwargs` is not supported\nhelp: remove it, and set these variables at the beginning \
+                    of a template: --chat-template FILE with `{% set enable_thinking = false %}`"
+            .into());
+    }
+    weights::check_row(value)?;
+    Ok(tools)
+}
+
+fn system(row: &Value) -> Option<Value> {
+    field(row, "system").or_else(|| field(row, "system_prompt"))
 }
 
 /// Returns the kind of a value with an article, for messages.
@@ -212,6 +227,73 @@ fn pair(prompt: &Value, completion: &Value, system: Option<Value>, variables: Va
             completion.kind()
         )),
     }
+}
+
+/// Reads a row with two answers as a row for the better one and a row for the worse one; `None` if it holds nothing.
+/// Without a `prompt`, it is what both answers begin with; so it is if `prompt` is a string beside lists of messages.
+///
+/// # Errors
+/// The reason, and what to do.
+pub(crate) fn parse_preference(value: &Value) -> Result<Option<[Row; 2]>, String> {
+    match value.kind() {
+        ValueKind::None => return Ok(None),
+        ValueKind::Map => {}
+        kind => return Err(format!("the row is a {kind}; expected an object with `chosen` and `rejected`")),
+    }
+    let tools = common_fields(value)?;
+    let missing = |name: &str| format!("the row has no `{name}`, only {}\nhelp: see --on-error", keys(value));
+    let answer = |name: &str| field(value, name).ok_or_else(|| missing(name));
+    let (better, worse) = (answer(CHOSEN)?, answer(REJECTED)?);
+    if better == worse {
+        return Err(
+            "`chosen` and `rejected` are the same\nhelp: leave such rows out with --on-error skip".into()
+        );
+    }
+    let prompt = field(value, "prompt");
+    let [prompt, better, worse] = match (better.as_str(), worse.as_str()) {
+        (Some(better), Some(worse)) => match prompt {
+            Some(prompt) => [prompt, better.into(), worse.into()],
+            None => common_text(better, worse).map(Value::from),
+        },
+        (None, None) => match prompt.filter(|prompt| prompt.as_str().is_none()) {
+            Some(prompt) => [prompt, better, worse],
+            None => common_messages(&better, &worse)?,
+        },
+        _ => {
+            return Err(format!(
+                "`chosen` is a {} and `rejected` a {}; expected two strings or two lists of messages",
+                better.kind(),
+                worse.kind()
+            ));
+        }
+    };
+    let row = |completion: &Value, name: &str| {
+        let row = pair(&prompt, completion, system(value), variables(value, &tools));
+        let name = format!("`{name}`");
+        row.map_err(|reason| match reason.replace("`completion`", &name) {
+            reason if reason.starts_with(&name) => reason,
+            reason => format!("{name}: {reason}"),
+        })
+    };
+    Ok(Some([row(&better, CHOSEN)?, row(&worse, REJECTED)?]))
+}
+
+/// Splits two texts into their common beginning, without the space at its end, and the rest of each.
+fn common_text<'a>(one: &'a str, other: &'a str) -> [&'a str; 3] {
+    let same = one.chars().zip(other.chars()).take_while(|(one, other)| one == other);
+    let length = same.map(|(character, _)| character.len_utf8()).sum();
+    let prompt = one[..length].strip_suffix(' ').unwrap_or(&one[..length]);
+    [prompt, &one[prompt.len()..], &other[prompt.len()..]]
+}
+
+/// Splits two chats into the messages that they begin with, and the rest of each.
+fn common_messages(one: &Value, other: &Value) -> Result<[Value; 3], String> {
+    let [one, other] = [(one, CHOSEN), (other, REJECTED)].map(|(list, name)| messages(list, name));
+    let (mut one, mut other) = (one?, other?);
+    let same = one.iter().zip(&other).take_while(|(one, other)| one == other).count();
+    let rest = [one.split_off(same), other.split_off(same)];
+    let [better, worse] = rest.map(Value::from);
+    Ok([Value::from(one), better, worse])
 }
 
 fn chat(messages: Vec<Value>, variables: Value, prompt: usize) -> Result<Row, String> {

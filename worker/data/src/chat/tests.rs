@@ -74,6 +74,10 @@ fn tokenizer() -> Tokenizer {
 }
 
 fn encoder(template: &str, max_tokens: Option<usize>) -> ChatEncoder {
+    encoder_for(template, max_tokens, false)
+}
+
+fn encoder_for(template: &str, max_tokens: Option<usize>, preferences: bool) -> ChatEncoder {
     let dir = tempfile::tempdir().unwrap();
     let eos = if template == PHI3 || template == OLMO2 { "<|endoftext|>" } else { "</s>" };
     let config = serde_json::json!({"bos_token": "<s>", "eos_token": {"content": eos}});
@@ -81,7 +85,7 @@ fn encoder(template: &str, max_tokens: Option<usize>) -> ChatEncoder {
     fs_err::write(dir.path().join("t.jinja"), template).unwrap();
     let tokenizer_path = dir.path().display().to_string();
     let templates = Templates::find(&tokenizer_path, Some(&dir.path().join("t.jinja"))).unwrap();
-    ChatEncoder::new(tokenizer(), &templates, max_tokens)
+    ChatEncoder::new(tokenizer(), &templates, max_tokens, preferences)
 }
 
 fn encode(encoder: &ChatEncoder, row: &str) -> Result<Outcome, String> {
@@ -282,7 +286,7 @@ fn mask_that_is_not_certain_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t");
         fs_err::write(&path, "{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
-        ChatEncoder::new(Tokenizer::gpt2(), &Templates::find("gpt2", Some(&path)).unwrap(), None)
+        ChatEncoder::new(Tokenizer::gpt2(), &Templates::find("gpt2", Some(&path)).unwrap(), None, false)
     };
     let joined =
         r#"{"messages": [{"role": "user", "content": "th"}, {"role": "assistant", "content": "e"}]}"#;
@@ -458,7 +462,7 @@ fn chats_with_tokens_that_have_no_id_are_refused() {
     fs_err::write(dir.path().join("t.jinja"), CHATML).unwrap();
     let path = dir.path().display().to_string();
     let templates = Templates::find(&path, Some(&dir.path().join("t.jinja"))).unwrap();
-    let encoder = ChatEncoder::new(tokenizer(), &templates, None);
+    let encoder = ChatEncoder::new(tokenizer(), &templates, None, false);
     encode(&encoder, PLAIN).unwrap();
     let error = encode(&encoder, &PLAIN.replace("Hello.", "a<new>")).unwrap_err();
     assert!(error.contains("names a token `<new>`, which has no id"), "{error}");
@@ -473,7 +477,7 @@ fn special_tokens_without_content_are_no_tokens() {
     fs_err::write(&file, format!("{{{{ bos_token }}}}{CHATML}")).unwrap();
     let templates = Templates::find(&dir.path().display().to_string(), Some(&file)).unwrap();
     let Ok(Outcome::Document { document, .. }) =
-        encode(&ChatEncoder::new(tokenizer(), &templates, None), PLAIN)
+        encode(&ChatEncoder::new(tokenizer(), &templates, None, false), PLAIN)
     else {
         panic!("the chat is refused");
     };
@@ -505,7 +509,7 @@ fn rows_that_are_no_chats_are_refused() {
         (chat(&message("user")), "no message of the role `assistant`"),
         (r#"{"prompt": "a"}"#.into(), "no `completion`"),
         (r#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#.into(), "rename `chosen` to `completion`"),
-        (r#"{"chosen": [], "rejected": []}"#.into(), "preferences (DPO) is not supported"),
+        (r#"{"chosen": [], "rejected": []}"#.into(), "use --preferences in place of --chat"),
         (r#"{"prompt": "a", "completion": []}"#.into(), "expected two strings or two lists"),
         (r#"{"prompt": "a", "completion": ""}"#.into(), "`completion` is empty"),
         (r#"{"text": 1}"#.into(), "`text` is a number"),
@@ -623,5 +627,77 @@ fn parts_of_a_row_that_would_be_lost_are_refused() {
         r#"{"text": "a", "image": "https://a"}"#.into(),
     ] {
         assert!(trained_on(CHATML, &row).is_ok(), "{row}");
+    }
+}
+
+/// Returns the texts of both answers, with those that count in brackets.
+fn pair(row: &str) -> Result<[String; 2], String> {
+    let encoder = encoder_for(CHATML, Some(60), true);
+    match encode(&encoder, row)? {
+        Outcome::Pair { documents, .. } => {
+            assert_eq!(documents[0].hash, documents[1].hash, "both are in the same split");
+            Ok(documents.map(|document| {
+                let text = |(id, counts): (&u32, &bool)| {
+                    let text = tokenizer().decode(&[*id]);
+                    if *counts { format!("[{text}]") } else { text }
+                };
+                let text: String = document.ids.iter().zip(&document.mask).map(text).collect();
+                text.replace("][", "").replace("<|im_start|>", "<").replace("<|im_end|>", ">")
+            }))
+        }
+        other => Err(format!("{other:?}")),
+    }
+}
+
+#[test]
+fn pairs_of_answers_are_read_with_and_without_a_prompt_of_their_own() {
+    let user = r#"{"role": "user", "content": "Hi"}"#;
+    let answer = |text: &str| format!(r#"{{"role": "assistant", "content": "{text}"}}"#);
+    let (better, worse) = (answer("Yo."), answer("No."));
+    let expected = ["<user\nHi>\n<assistant\n[Yo.>]\n", "<user\nHi>\n<assistant\n[No.>]\n"].map(String::from);
+    let whole = format!(r#""chosen": [{user}, {better}], "rejected": [{user}, {worse}]"#);
+    for row in [
+        format!(r#"{{"prompt": [{user}], "chosen": [{better}], "rejected": [{worse}]}}"#),
+        format!("{{{whole}}}"),
+        // As in UltraFeedback, whose `messages` are those of the better answer.
+        format!(r#"{{"prompt": "Hi", {whole}, "messages": [{user}, {better}], "score_chosen": 8.5}}"#),
+    ] {
+        assert_eq!(pair(&row).unwrap(), expected, "{row}");
+    }
+    // Texts, as in Anthropic's data. The space before an answer belongs to it.
+    let texts = ["Q: a? A:[ yes<|endoftext|>]", "Q: a? A:[ no<|endoftext|>]"].map(String::from);
+    assert_eq!(pair(r#"{"chosen": "Q: a? A: yes", "rejected": "Q: a? A: no"}"#).unwrap(), texts);
+    assert_eq!(pair(r#"{"prompt": "Q: a? A:", "chosen": " yes", "rejected": " no"}"#).unwrap(), texts);
+    // Everything after the common messages is an answer.
+    let long = format!(r#"{{"chosen": [{user}, {better}, {user}, {worse}], "rejected": [{user}, {worse}]}}"#);
+    assert!(pair(&long).unwrap()[0].contains("[Yo.>]\n<user\nHi>\n<assistant\n[No.>]"));
+}
+
+#[test]
+fn pairs_that_cannot_be_compared_are_refused() {
+    let user = r#"{"role": "user", "content": "Hi"}"#;
+    let long = "x".repeat(100);
+    for (row, reason) in [
+        (
+            r#"{"prompt": "a", "completion": "b"}"#.into(),
+            "the row has no `chosen`, only `prompt`, `completion`",
+        ),
+        (r#"{"prompt": "a", "chosen": "b"}"#.into(), "the row has no `rejected`"),
+        (
+            r#"{"prompt": "a", "chosen": "b", "rejected": "b"}"#.into(),
+            "are the same\nhelp: leave such rows out",
+        ),
+        (r#"{"prompt": "a", "chosen": "b", "rejected": ""}"#.into(), "`rejected` is empty"),
+        (r#"{"chosen": "b", "rejected": ["c"]}"#.into(), "`chosen` is a string and `rejected` a sequence"),
+        (r#"["b", "c"]"#.into(), "expected an object with `chosen` and `rejected`"),
+        (format!(r#"{{"chosen": [{user}], "rejected": [{user}, {user}]}}"#), "`chosen` is empty"),
+        (
+            format!(r#"{{"prompt": [{user}], "chosen": [{user}], "rejected": [{user}, {user}]}}"#),
+            "`chosen`: the chat has no message of the role `assistant`",
+        ),
+        (format!(r#"{{"prompt": "a", "chosen": "b", "rejected": "{long}"}}"#), "Dropped"),
+    ] {
+        let error = pair(&row).unwrap_err();
+        assert!(error.contains(reason), "{row}: {error}");
     }
 }

@@ -33,6 +33,9 @@ pub struct Report {
     pub vocab: Option<usize>,
     /// The id that starts each document.
     pub end_of_text: Option<u32>,
+    /// True if documents are pairs of a better and a worse answer.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub preferences: bool,
     /// `train` and `val`, or the single token file.
     pub parts: Vec<Part>,
 }
@@ -135,6 +138,7 @@ fn report(path: &Path, manifest: &Manifest, parts: Vec<Part>) -> Report {
         tokenizer: Some(manifest.tokenizer.clone()),
         vocab: Some(manifest.vocab),
         end_of_text: manifest.end_of_text,
+        preferences: manifest.has_preferences(),
         parts,
     }
 }
@@ -217,6 +221,7 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
         tokenizer: tokenizer.as_ref().map(|tokenizer| tokenizer.name().into()),
         vocab: tokenizer.as_ref().map(Tokenizer::vocab),
         end_of_text: tokenizer.as_ref().and_then(Tokenizer::end_of_text),
+        preferences: false,
         parts: vec![part],
     })
 }

@@ -33,7 +33,7 @@ impl Prepared {
             inputs: vec![input.display().to_string()],
             documents: Documents::File,
             field: None,
-            chat: Some(ChatOptions { templates, max_tokens: None }),
+            chat: Some(ChatOptions { templates, max_tokens: None, preferences: false }),
             on_error: OnError::Stop,
             val: 0.0,
             shard_tokens: 1 << 20,
@@ -331,7 +331,7 @@ fn rows_of_parquet_files_are_chats() {
     let template = prepared.dir.path().join("template");
     fs_err::write(&template, format!("{{{{ id }}}};{TEMPLATE}")).unwrap();
     let templates = Templates::find("bytes", Some(&template)).unwrap();
-    prepared.options.chat = Some(ChatOptions { templates, max_tokens: None });
+    prepared.options.chat = Some(ChatOptions { templates, max_tokens: None, preferences: false });
     prepared.options.overwrite = true;
     let (manifest, _) = prepared.run().unwrap();
     assert_eq!(prepared.texts(&manifest.train), [format!("0;{turn}"), format!("1;{}", turn.repeat(2))]);
@@ -374,7 +374,7 @@ fn json_in_parquet_files_is_read_as_what_it_is() {
     let template = prepared.dir.path().join("template");
     fs_err::write(&template, format!("{{{{ tools }}}}{TEMPLATE}")).unwrap();
     let templates = Templates::find("bytes", Some(&template)).unwrap();
-    prepared.options.chat = Some(ChatOptions { templates, max_tokens: None });
+    prepared.options.chat = Some(ChatOptions { templates, max_tokens: None, preferences: false });
     let (manifest, _) = prepared.run().unwrap();
     let tools = "[{'name': 'f', 'parameters': {'z': 1, 'a': [None]}, 'broken': '{'}]";
     assert_eq!(prepared.texts(&manifest.train), [format!("{tools}user:a\nassistant:B\n")]);
@@ -432,4 +432,41 @@ fn weights_of_rows_in_parquet_files_are_refused() {
     prepared.options.tokenizer = Tokenizer::gpt2();
     let error = prepared.run().unwrap_err().to_string();
     assert!(error.contains("a.parquet: row 2: `train` of the row is False"), "{error}");
+}
+
+#[test]
+fn pairs_stay_together_and_older_programs_refuse_them() {
+    let message = |role: &str, text: &str| format!(r#"{{"role": "{role}", "content": "{text}"}}"#);
+    let row = |n: usize| {
+        let question = message("user", &format!("q{n}"));
+        let answer = |text: &str| message("assistant", &format!("{text}{n}"));
+        let (better, worse) = (answer("yes"), answer("no"));
+        format!(r#"{{"prompt": [{question}], "chosen": [{better}], "rejected": [{worse}]}}"#) + "\n"
+    };
+    let mut prepared = Prepared::new("pairs.jsonl", (0..40).map(row).collect::<String>());
+    prepared.options.val = 0.3;
+    prepared.options.chat.as_mut().unwrap().preferences = true;
+    let (manifest, _) = prepared.run().unwrap();
+    assert_eq!((manifest.version, manifest.train.documents + manifest.val.documents), (3, 80));
+    assert!(manifest.val.documents > 0);
+    for split in [&manifest.train, &manifest.val] {
+        for pair in prepared.texts(split).chunks(2) {
+            let number = pair[0].trim().rsplit_once("YES").unwrap().1;
+            assert_eq!(
+                pair,
+                ["YES", "NO"].map(|answer| format!("user:q{number}\nassistant:{answer}{number}\n"))
+            );
+        }
+    }
+    let report = inspect(prepared.out()).unwrap();
+    assert!(report.preferences && report.parts[0].documents == Some(manifest.train.documents));
+    // Half of a pair is missing.
+    let path = prepared.out().join(Manifest::FILE);
+    let mut value = serde_json::to_value(&manifest).unwrap();
+    value["train"]["documents"] = (manifest.train.documents - 1).into();
+    let error = Manifest::parse(&path, value.to_string().as_bytes()).unwrap_err().to_string();
+    assert!(error.contains("an odd number of documents"), "{error}");
+    value["version"] = 2.into();
+    let error = Manifest::parse(&path, value.to_string().as_bytes()).unwrap_err().to_string();
+    assert!(error.contains("version 2 does not match"), "{error}");
 }

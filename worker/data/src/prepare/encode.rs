@@ -47,6 +47,17 @@ pub(super) struct Encoded {
     pub(super) lost_thoughts: u64,
 }
 
+impl Encoded {
+    /// Adds a document of chats.
+    fn add(&mut self, chats: &ChatEncoder, document: Document) {
+        self.ends.extend(chats.ends(&document));
+        let Document { ids, mask, bytes, hash } = document;
+        self.parts.push(Part { start: Some(hash), ids: ids.len(), bytes });
+        self.ids.extend(ids);
+        self.mask.extend(mask);
+    }
+}
+
 /// A document, or a part of one.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Part {
@@ -134,13 +145,13 @@ impl Encoder {
             Outcome::Empty => {}
             Outcome::Dropped => out.dropped += 1,
             Outcome::Document { document, truncated, loses_thoughts } => {
-                out.ends.extend(chats.ends(&document));
-                let Document { ids, mask, bytes, hash } = document;
                 out.truncated += u64::from(truncated);
                 out.lost_thoughts += u64::from(loses_thoughts);
-                out.parts.push(Part { start: Some(hash), ids: ids.len(), bytes });
-                out.ids.extend(ids);
-                out.mask.extend(mask);
+                out.add(chats, document);
+            }
+            Outcome::Pair { documents, loses_thoughts } => {
+                out.lost_thoughts += u64::from(loses_thoughts);
+                documents.into_iter().for_each(|document| out.add(chats, document));
             }
         }
         Ok(())

@@ -79,6 +79,8 @@ pub struct ChatOptions {
     pub templates: Templates,
     /// Maximum number of ids of a chat.
     pub max_tokens: Option<usize>,
+    /// True if each row has a better and a worse answer.
+    pub preferences: bool,
 }
 
 /// Boundaries of documents.
@@ -203,10 +205,11 @@ fn write_all(
         ends: found.ends.iter().copied().collect(),
         truncated: found.truncated,
         dropped: found.dropped,
+        preferences: chat.preferences,
     });
     let manifest = writer.finish(found.skipped, chat)?;
     if found.dropped > 0 && manifest.train.documents == 0 && manifest.val.documents == 0 {
-        let reason = format!("no chat is left: all {} are longer than --max-tokens", found.dropped);
+        let reason = format!("nothing is left: all {} are longer than --max-tokens", found.dropped);
         return Err(PrepareError::Usage(reason));
     }
     if manifest.train.documents == 0 && manifest.val.documents == 0 {

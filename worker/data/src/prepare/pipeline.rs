@@ -13,7 +13,7 @@ use super::inputs::Input;
 use super::kind::{self, Kind};
 use super::source::Source;
 use super::write::Writer;
-use super::{Documents, Event, OnError, Options, PrepareError, Progress, parquet_rows, rows};
+use super::{ChatOptions, Documents, Event, OnError, Options, PrepareError, Progress, parquet_rows, rows};
 use crate::chat::{CHAT_COLUMNS, ChatEncoder, MEDIA, is_loss_key};
 
 /// Maximum bytes of blocks that are read but not yet written. Together with their ids, which take up to 4 times as
@@ -36,6 +36,26 @@ pub(super) struct Found {
     lost_thoughts: u64,
 }
 
+impl Found {
+    /// Returns notes about chats, or about pairs of answers, for the user.
+    fn notes(&self, pairs: bool) -> Vec<String> {
+        let Self { truncated, dropped, lost_thoughts, .. } = self;
+        let what = if pairs { "pairs of which an answer" } else { "chats whose first turn" };
+        let notes = [
+            (*truncated, format!("left out turns at the end of {truncated} chats to fit --max-tokens")),
+            (*dropped, format!("left out {dropped} {what} is longer than --max-tokens")),
+            (
+                *lost_thoughts,
+                format!(
+                    "{lost_thoughts} chats have thoughts (`reasoning_content`), of which the template writes nothing; \
+                     another one can be named with --chat-template"
+                ),
+            ),
+        ];
+        notes.into_iter().filter(|(count, _)| *count > 0).map(|(_, note)| note).collect()
+    }
+}
+
 /// Reads, encodes and writes all inputs.
 pub(super) fn run(
     options: &Options,
@@ -49,16 +69,15 @@ pub(super) fn run(
         field: options.column().into(),
         invalid: options.invalid,
         skip: options.on_error == OnError::Skip,
-        chats: options
-            .chat
-            .as_ref()
-            .map(|chat| ChatEncoder::new(options.tokenizer.clone(), &chat.templates, chat.max_tokens)),
+        chats: options.chat.as_ref().map(|ChatOptions { templates, max_tokens, preferences }| {
+            ChatEncoder::new(options.tokenizer.clone(), templates, *max_tokens, *preferences)
+        }),
     };
     let budget = Budget { used: Mutex::new(Some(0)), changed: Condvar::new() };
     let (work, waiting) = sync_channel(options.threads);
     let (done, results) = channel();
     let waiting = Mutex::new(waiting);
-    thread::scope(|scope| {
+    let found = thread::scope(|scope| {
         let (budget, waiting, encoder) = (&budget, &waiting, &encoder);
         let separators = Separators::default();
         let reader = Reader { options, budget, work, done: done.clone(), separators };
@@ -80,7 +99,10 @@ pub(super) fn run(
         budget.close();
         drop(results);
         result
-    })
+    })?;
+    let pairs = options.chat.as_ref().is_some_and(|chat| chat.preferences);
+    found.notes(pairs).into_iter().for_each(|note| report(Event::Note(note)));
+    Ok(found)
 }
 
 /// The result of a block, or a message, with the block's number.
@@ -311,25 +333,6 @@ fn write(
     }
     skipped.notes().into_iter().for_each(|note| report(Event::Note(note)));
     found.skipped = skipped.count;
-    if found.truncated > 0 {
-        report(Event::Note(format!(
-            "left out turns at the end of {} chats to fit --max-tokens",
-            found.truncated
-        )));
-    }
-    if found.dropped > 0 {
-        report(Event::Note(format!(
-            "left out {} chats whose first turn is longer than --max-tokens",
-            found.dropped
-        )));
-    }
-    if found.lost_thoughts > 0 {
-        report(Event::Note(format!(
-            "{} chats have thoughts (`reasoning_content`), of which the template writes nothing; another one can be \
-             named with --chat-template",
-            found.lost_thoughts
-        )));
-    }
     Ok(found)
 }
 

@@ -74,7 +74,7 @@ impl<'a> Writer<'a> {
         self.train.finish()?;
         self.val.finish()?;
         Ok(Manifest {
-            version: if chat.is_some() { Manifest::CHAT_VERSION } else { Manifest::VERSION },
+            version: Manifest::version_for(chat.as_ref()),
             tokenizer: self.tokenizer.name().into(),
             vocab: self.tokenizer.vocab(),
             end_of_text: self.tokenizer.end_of_text(),

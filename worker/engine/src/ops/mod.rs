@@ -26,6 +26,7 @@ pub(crate) mod linear;
 pub(crate) mod mark;
 pub(crate) mod muon;
 pub(crate) mod norm;
+pub(crate) mod preference;
 pub(crate) mod qk_norm;
 pub(crate) mod reduce;
 pub(crate) mod rope;
@@ -64,6 +65,7 @@ pub use muon::{
     Orthogonalize, StepConditions, orthogonal_operations,
 };
 pub use norm::{NormBackward, NormForward, NormKind, NormShape, Residual, ResidualAdd};
+pub use preference::PreferenceLoss;
 pub use qk_norm::{QkNorm, QkNormBackward, QkNormForward, QkNorms};
 pub use reduce::{ColumnSum, Scale, SquaredNorm, Sum};
 pub use softcap::SoftCap;
@@ -192,6 +194,8 @@ pub struct Operations {
     pub experts: bool,
     pub muon: bool,
     pub fp8: bool,
+    /// The loss of pairs of documents.
+    pub preferences: bool,
 }
 
 impl Operations {
@@ -204,6 +208,7 @@ impl Operations {
             // Of generation.
             Some("gemv" | "greedy" | "softcap") => false,
             Some("muon") => self.muon,
+            Some("preference") => self.preferences,
             Some("qk_norm") => self.qk_norm,
             _ => true,
         }
@@ -229,7 +234,7 @@ pub enum Accumulate {
 
 /// Kernel files with the same macros for every job, in the order in which they are compiled: those that take longest
 /// first. Files of attention differ by head width, and those of activation functions by function.
-pub(crate) const KERNEL_FILES: [&KernelFile; 24] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 25] = [
     &qk_norm::cuda::KERNELS,
     &classifier::KERNELS,
     &embed::cuda::KERNELS,
@@ -252,6 +257,7 @@ pub(crate) const KERNEL_FILES: [&KernelFile; 24] = [
     &experts::bias::KERNELS,
     &experts::layer_bias::KERNELS,
     &attention::sinks::KERNELS,
+    &preference::KERNELS,
     &greedy::KERNELS,
     &softcap::KERNELS,
 ];

@@ -73,5 +73,19 @@ pub(super) fn cases(values: impl Fn(u64, usize) -> Values + Copy, round: fn(f32)
             cases.push((format!("classifier {s:?}{cap}, ignored rows"), Box::new(case)));
         }
     }
+    // Pairs up to the end of a row, and with padding after them; longer than a block's threads; far apart.
+    for (sizes, lengths, apart) in [
+        ([3, 37], &[5, 7, 9, 16, 1, 30, 6, 37][..], 1.0),
+        ([2, 1400], &[700, 700, 2, 520, 600, 278], 1.0),
+        ([1, 40], &[20, 20], 90.0),
+    ] {
+        let rows = sizes[0] * sizes[1];
+        let s = ClassifierShape { rows, vocab: 30, padded: 32 };
+        let (logits, targets) = (values(51, rows * 32).map(round), ids(52, rows, 30));
+        let (reference, losses) = (values(53, rows), values(54, rows).map(move |x| apart * x));
+        let case =
+            move |ops: &Ops<'_>| ops.preference(s, sizes, lengths, &logits, &targets, [&reference, &losses]);
+        cases.push((format!("preference of {lengths:?}"), Box::new(case)));
+    }
     cases
 }

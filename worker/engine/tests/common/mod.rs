@@ -629,9 +629,8 @@ impl Ops<'_> {
         let (only, losses) = (self.out_f32(s.rows), self.out_f32(s.rows));
         let (logits_slice, targets) = (logits.all(), targets.all());
         for (losses, grad_scale) in [(&only, None), (&losses, Some(scale.all()))] {
-            let losses = losses.all();
-            let args =
-                FusedClassifier { shape: s, logits: logits_slice, targets, losses, grad_scale, softcap };
+            let (shape, logits, losses, weights) = (s, logits_slice, losses.all(), None);
+            let args = FusedClassifier { shape, logits, targets, losses, grad_scale, weights, softcap };
             b.run(args).unwrap();
         }
         vec![
@@ -639,6 +638,46 @@ impl Ops<'_> {
             ("losses with gradient", self.read(&losses)),
             ("dlogits", self.read(&logits)),
         ]
+    }
+
+    /// Returns the losses of pairs of documents of these lengths, in rows of `seq` tokens, and the gradient of the
+    /// logits.
+    pub(crate) fn preference(
+        &self,
+        s: ClassifierShape,
+        [batch, seq]: [usize; 2],
+        lengths: &[usize],
+        logits: &[f32],
+        targets: &[i32],
+        [reference, losses]: [&[f32]; 2],
+    ) -> Outputs {
+        let (b, logits, targets) = (self.backend, self.act(logits), self.ints(targets));
+        let [reference, losses] = [reference, losses].map(|values| self.tensor(DType::F32, values));
+        let [_, last] = self.bounds(Some(lengths), seq).unwrap();
+        let (weights, sums, scale) =
+            (self.out_f32(s.rows), self.out_f32(3 * batch), self.tensor(DType::F32, &[0.5]));
+        b.run(PreferenceLoss {
+            batch,
+            seq,
+            beta: 0.3,
+            last: last.all(),
+            losses: losses.all(),
+            reference: reference.all(),
+            weights: weights.all(),
+            sums: sums.all(),
+        })
+        .unwrap();
+        b.run(FusedClassifier {
+            shape: s,
+            logits: logits.all(),
+            targets: targets.all(),
+            losses: losses.all(),
+            grad_scale: Some(scale.all()),
+            weights: Some(weights.all()),
+            softcap: None,
+        })
+        .unwrap();
+        vec![("weights", self.read(&weights)), ("sums", self.read(&sums)), ("dlogits", self.read(&logits))]
     }
 
     /// Logits bounded softly, as activations and in F32.

@@ -425,6 +425,10 @@ const MISTAKES: &[Mistake] = &[
     mistake(
         "classifier/kernel.cu", "with_grad && i < padded", "with_grad && i < padded - 8", Fp32, "ignored rows", DIFFERS,
     ),
+    mistake("classifier/kernel.cu", "weight ? *weight : 1.0f", "1.0f", Fp32, "preference of", DIFFERS),
+    mistake("preference/kernel.cu", "t < middle ? token : -token", "token", Fp32, "preference of", DIFFERS),
+    mistake("preference/kernel.cu", "fmaxf(-margin, 0.0f)", "0.0f", Fp32, "preference of [20, 20]", DIFFERS),
+    mistake("preference/kernel.cu", "is_pair ? beta", "true ? beta", Fp32, "preference of", DIFFERS),
     mistake("reduce/kernel.cu", "memory ? *memory : constant", "constant", Fp32, "reductions 31", DIFFERS),
     // Routing, and rows of experts.
     mistake("experts/route.cu", "z == best && e < at", "z == best && e > at", Fp32, "of 40 Softmax Tied", DIFFERS),

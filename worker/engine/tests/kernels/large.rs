@@ -318,6 +318,7 @@ fn classifier(b: &Backend, rows: usize, vocab: usize, padded: usize) -> Vec<f32>
         targets: targets.all(),
         losses: losses.all(),
         grad_scale: Some(scale.all()),
+        weights: None,
         softcap: None,
     };
     b.run(args).unwrap();

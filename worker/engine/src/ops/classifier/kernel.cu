@@ -2,7 +2,7 @@
 //
 // loss = log(sum exp(l - max)) + max - l[target]; dl = (softmax(l) - onehot(target)) grad_scale, 0 in the padding. With
 // a cap, cap t takes the place of l, where t = tanh(l / cap), and dl is multiplied by 1 - t^2. Rows whose target is
-// negative are ignored: loss and dl are 0, and the row is not read.
+// negative are ignored: loss and dl are 0, and the row is not read. With weights, dl is multiplied by that of its row.
 //
 // A block reads its row twice: for the maximum and the sum of exponentials, then for the gradient. The rows of all
 // running blocks fit into the L2 cache, which serves the second read. Keeping the rows in shared memory instead would
@@ -100,7 +100,7 @@ __device__ inline void ignore(ACT* l, float* loss, int padded, bool with_grad) {
 
 template <bool WIDE, bool CAPPED>
 __device__ inline void classify(ACT* l, int target, float* loss, int vocab, int padded, const float* grad_scale_at,
-                                Cap<CAPPED> capped) {
+                                const float* weight, Cap<CAPPED> capped) {
     if (target < 0) return ignore<WIDE>(l, loss, padded, grad_scale_at);
     float target_logit = capped(load(l, target));
     int first = threadIdx.x * 8, step = blockDim.x * 8;
@@ -114,7 +114,7 @@ __device__ inline void classify(ACT* l, int target, float* loss, int vocab, int 
     float sum = block_sum(softmax.sum * exp_relative(softmax.max, row_max));
     if (threadIdx.x == 0) *loss = logf(sum) + row_max - target_logit;
     if (!grad_scale_at) return;
-    float grad_scale = *grad_scale_at;
+    float grad_scale = *grad_scale_at * (weight ? *weight : 1.0f);
     // Every thread has read the target's logit before the barriers of block_max.
     float factor = grad_scale / sum;
     for (int start = first; start < padded; start += CLASSIFIER_VECS * step) {
@@ -140,29 +140,31 @@ __device__ inline void classify(ACT* l, int target, float* loss, int vocab, int 
     }
 }
 
-// logits (N, Vp), targets (N,), losses (N,), grad_scale (1,) or null. Grid: one block per row.
+// logits (N, Vp), targets (N,), losses (N,), grad_scale (1,) or null, weights (N,) or null. Grid: one block per row.
 template <bool CAPPED>
 __device__ inline void classify_row(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses,
-                                    i64 vocab, i64 padded, const float* grad_scale, Cap<CAPPED> capped) {
+                                    i64 vocab, i64 padded, const float* grad_scale, const float* weights,
+                                    Cap<CAPPED> capped) {
     // Rows are taken in reverse order: the GEMM before this kernel wrote the last rows last, so they are still in the
     // L2 cache.
     i64 row = gridDim.x - 1 - blockIdx.x;
     ACT* l = logits + row * padded;
     // Columns are counted in 32 bits, because comparing them is a large part of the arithmetic.
-    if (is_wide(l, padded)) classify<true>(l, targets[row], losses + row, vocab, padded, grad_scale, capped);
-    else classify<false>(l, targets[row], losses + row, vocab, padded, grad_scale, capped);
+    const float* weight = weights ? weights + row : nullptr;
+    if (is_wide(l, padded)) classify<true>(l, targets[row], losses + row, vocab, padded, grad_scale, weight, capped);
+    else classify<false>(l, targets[row], losses + row, vocab, padded, grad_scale, weight, capped);
 }
 
 extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
     classifier(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
-               const float* grad_scale) {
+               const float* grad_scale, const float* weights) {
     pdl_wait_and_launch();
-    classify_row(logits, targets, losses, vocab, padded, grad_scale, Cap<false>{});
+    classify_row(logits, targets, losses, vocab, padded, grad_scale, weights, Cap<false>{});
 }
 
 extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, 1)
     classifier_capped(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
-                      const float* grad_scale, float cap) {
+                      const float* grad_scale, const float* weights, float cap) {
     pdl_wait_and_launch();
-    classify_row(logits, targets, losses, vocab, padded, grad_scale, Cap<true>{cap, 1.0f / cap});
+    classify_row(logits, targets, losses, vocab, padded, grad_scale, weights, Cap<true>{cap, 1.0f / cap});
 }

@@ -3,7 +3,7 @@
 //! `losses[n] = log sum_v exp(l[n, v]) - l[n, target]` over v < V; with a gradient,
 //! `l[n, v] = (softmax(l[n])[v] - [v = target]) grad_scale`, and 0 in the padding. With a cap, `cap t` with `t = tanh(l
 //! / cap)` takes the place of l, and the gradient is multiplied by the derivative `1 - t^2`. Rows with the target
-//! [`IGNORED`] have the loss 0 and no gradient.
+//! [`IGNORED`] have the loss 0 and no gradient. With weights, the gradient of a row is multiplied by its weight.
 
 use rayon::prelude::*;
 use xlaunch_pool::DType;
@@ -58,6 +58,8 @@ pub struct FusedClassifier<'a> {
     /// (1,) F32: factor of the gradients, which depends on the number of targets of a step. It is in memory because
     /// steps are captured and replayed.
     pub grad_scale: Option<Slice<'a>>,
+    /// (N,) F32: further factors of the gradients, one for each row.
+    pub weights: Option<Slice<'a>>,
     /// Bound of the logits' magnitude, applied before the softmax: see [`SoftCap`](crate::SoftCap).
     pub softcap: Option<f32>,
 }
@@ -70,9 +72,10 @@ impl Op for FusedClassifier<'_> {
         match self.grad_scale {
             None => losses(threads, s, a.read(self.logits, len), targets, out, self.softcap),
             Some(scale) => {
-                let scale = a.read(scale, 1)[0];
+                let weights = self.weights.map(|weights| a.read(weights, s.rows));
+                let factors = Factors { scale: a.read(scale, 1)[0], weights };
                 let logits = a.write(self.logits, len);
-                losses_and_gradients(threads, s, logits, targets, out, scale, self.softcap);
+                losses_and_gradients(threads, s, logits, targets, out, factors, self.softcap);
             }
         }
     }
@@ -88,7 +91,11 @@ impl Op for FusedClassifier<'_> {
         if let Some(scale) = self.grad_scale {
             expect(scale, DType::F32, 1);
         }
-        let args = args![self.logits, self.targets, self.losses, s.vocab, s.padded, self.grad_scale];
+        if let Some(weights) = self.weights {
+            expect(weights, DType::F32, s.rows);
+        }
+        let (vocab, padded, scale) = (s.vocab, s.padded, self.grad_scale);
+        let args = args![self.logits, self.targets, self.losses, vocab, padded, scale, self.weights];
         // SAFETY: checked above; targets are below V or negative by the operation's contract.
         unsafe {
             match self.softcap {
@@ -128,22 +135,37 @@ fn losses(
     });
 }
 
+/// Factors of the gradients.
+#[derive(Clone, Copy)]
+struct Factors<'a> {
+    scale: f32,
+    weights: Option<&'a [f32]>,
+}
+
+impl Factors<'_> {
+    fn of_row(self, row: usize) -> f32 {
+        self.weights.map_or(self.scale, |weights| self.scale * weights[row])
+    }
+}
+
 fn losses_and_gradients(
     t: &Threads,
     s: ClassifierShape,
     logits: &mut [f32],
     targets: &[i32],
     losses: &mut [f32],
-    scale: f32,
+    factors: Factors<'_>,
     softcap: Option<f32>,
 ) {
     t.run(|| {
         let rows = logits.par_chunks_mut(CLASSIFIER_ROWS * s.padded).zip(targets.par_chunks(CLASSIFIER_ROWS));
-        losses.par_chunks_mut(CLASSIFIER_ROWS).zip(rows).for_each(|(losses, (logits, targets))| {
+        let blocks = losses.par_chunks_mut(CLASSIFIER_ROWS).zip(rows).enumerate();
+        blocks.for_each(|(block, (losses, (logits, targets)))| {
             let mut slopes = Vec::new();
             simd!({
                 let rows = losses.iter_mut().zip(logits.chunks_exact_mut(s.padded)).zip(targets);
-                for ((loss, row), target) in rows {
+                for (number, ((loss, row), target)) in (block * CLASSIFIER_ROWS..).zip(rows) {
+                    let scale = factors.of_row(number);
                     if *target == IGNORED {
                         *loss = 0.0;
                         row.fill(0.0);
