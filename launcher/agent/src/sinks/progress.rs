@@ -206,7 +206,9 @@ impl Progress {
     /// Prints a line, above the bar if there is one.
     fn print(&self, line: &str) {
         match &self.bar {
-            Some(bar) => bar.println(line),
+            // `println` of the bar fills lines up to the width of the terminal and relies on its wrapping. What records
+            // the output without wrapping, such as a notebook, would lose them.
+            Some(bar) => bar.suspend(|| print_line(format_args!("{line}"))),
             None => print_line(format_args!("{line}")),
         }
     }

@@ -239,6 +239,11 @@ fn not_a_script(argv: &[OsString]) -> String {
     if Path::new(&script).is_dir() {
         return format!("{script} is a directory without __main__.py, which Python cannot run");
     }
+    if script.ends_with(".ipynb") {
+        return format!(
+            "{script} is a notebook: make it a script with `jupyter nbconvert --to script {script}`, and launch that"
+        );
+    }
     let others = if Path::new(&script).is_file() {
         // Programs without a slash are looked up in PATH.
         let program = if script.contains('/') { script.clone() } else { format!("./{script}") };

@@ -241,6 +241,7 @@ fn invalid_values_are_refused_with_what_was_expected() {
             "./a.out",
             "./a.out is neither a Python script nor a .toml file: `xlaunch -- ./a.out` runs a program",
         ),
+        ("a.ipynb", "make it a script with `jupyter nbconvert --to script a.ipynb`, and launch that"),
         ("build.rs", "`xlaunch -- python3 build.rs` runs it as one, `xlaunch -- ./build.rs` as a program"),
         (
             "statsu",
