@@ -8,19 +8,16 @@ last case was trained before. Prints a line for each case that holds.
 """
 
 import json
-import logging
 import re
-import warnings
 
 import datasets
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
 from chats import ROOT
 from model_families import run_comparison
-from sft import LR, RANK, SEQ, STEPS, adapter, make
+from sft import LR, RANK, SEQ, STEPS, adapter, make, silence_libraries
 
 PAIRS, BETA = 8, 0.2
 
@@ -97,12 +94,7 @@ def compare(xlaunch, case):
 
 
 def main():
-    for name in ("trl", "transformers", "accelerate"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore")
+    silence_libraries()
     run_comparison(__doc__, compare, ("llama", "qwen3, LoRA"))
 
 

@@ -111,13 +111,18 @@ def compare(xlaunch, case):
     return holds
 
 
-def main():
+def silence_libraries():
+    """Turns off warnings and progress bars."""
     for name in ("trl", "transformers", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore")
+
+
+def main():
+    silence_libraries()
     run_comparison(__doc__, compare, ("llama, packed", "llama, padded", "qwen3, packed, LoRA"))
 
 

@@ -10,7 +10,7 @@ xlaunch_harness::tests! {
 }
 
 const TEMPLATE: &str = "{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}";
-/// Of a pair whose answers the model and the reference see alike.
+/// The loss of a pair whose answers the model and the reference see alike.
 const UNDECIDED: f64 = std::f64::consts::LN_2;
 
 fn job() -> Job {

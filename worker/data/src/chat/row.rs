@@ -230,7 +230,7 @@ fn pair(prompt: &Value, completion: &Value, system: Option<Value>, variables: Va
 }
 
 /// Reads a row with two answers as a row for the better one and a row for the worse one; `None` if it holds nothing.
-/// Without a `prompt`, it is what both answers begin with; so it is if `prompt` is a string beside lists of messages.
+/// What both answers begin with is the prompt if the row has none, or only a string beside lists of messages.
 ///
 /// # Errors
 /// The reason, and what to do.
