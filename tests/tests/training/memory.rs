@@ -129,7 +129,9 @@ fn restart_resumes_from_memory_and_opens_no_checkpoint() {
         assert!(step > spoiled[spoiled.len() - 1] && (step - 1).is_multiple_of(EVERY), "{step}, {spoiled:?}");
         let entries = entries(&job);
         assert!(entries.iter().all(|name| !name.ends_with(".damaged")), "{entries:?}");
-        assert!(!output.stderr.contains("complete checkpoint"), "{}", output.stderr);
+        // The launcher checks each checkpoint when a worker has saved it, perhaps after it was spoiled.
+        let opened = |line: &str| line.contains("complete checkpoint") && !line.contains("was not saved");
+        assert!(!output.stderr.lines().any(opened), "{}", output.stderr);
         assert!(last_state(&job) == undisturbed(ranks, settings), "{ranks} ranks, {settings:?}");
     }
 }
