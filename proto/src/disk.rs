@@ -115,12 +115,27 @@ impl Disk {
         self.make(Operation::Rename { from, to }, || fs_err::rename(from, to))
     }
 
+    /// Renames a directory. overlayfs refuses that for directories of its lower layers, such as those of a container's
+    /// image; then the files are moved one by one to a new directory, which must not exist yet.
+    pub fn rename_dir(&self, from: &Path, to: &Path) -> io::Result<()> {
+        match self.rename(from, to) {
+            Err(error) if error.kind() == io::ErrorKind::CrossesDevices => {}
+            renamed => return renamed,
+        }
+        self.create_dir(to)?;
+        for entry in fs_err::read_dir(from)? {
+            let entry = entry?;
+            self.rename(&entry.path(), &to.join(entry.file_name()))?;
+        }
+        self.remove_dir(from)
+    }
+
     /// Exchanges two directories atomically. Returns `Unsupported` if the file system cannot do that.
     pub fn exchange(&self, a: &Path, b: &Path) -> io::Result<()> {
         self.make(Operation::Exchange(a, b), || {
             renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE).map_err(|error| {
                 let kind = match error {
-                    Errno::INVAL | Errno::NOSYS => io::ErrorKind::Unsupported,
+                    Errno::INVAL | Errno::NOSYS | Errno::XDEV => io::ErrorKind::Unsupported,
                     other => other.kind(),
                 };
                 io::Error::new(kind, format!("failed to replace {}: {error}", b.display()))

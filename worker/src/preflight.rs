@@ -144,6 +144,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     let init = open_init(spec, shape, &mut ready)?;
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
     let dir = spec.checkpoint.dir.as_ref().map(Path::new);
+    let checked = ready.warnings.len();
     match dir {
         Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes, &mut ready.warnings)?),
         None => directory::check_room(job_dir, bytes)?,
@@ -160,7 +161,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
         };
     match find_start() {
         Ok(()) => Ok(ready),
-        Err(refusal) => Err(with_warnings(refusal, &ready.warnings)),
+        Err(refusal) => Err(with_changes(refusal, &ready.warnings[checked..])),
     }
 }
 
@@ -200,10 +201,10 @@ fn check_tokenizer(
     Ok(())
 }
 
-/// Adds what was done before it: a job that cannot start has no other place to report that.
-fn with_warnings(mut refusal: Refusal, warnings: &[String]) -> Refusal {
-    if !warnings.is_empty() {
-        refusal.message += &format!("; before that: {}", warnings.join("; "));
+/// Adds what was done to checkpoints before it: a job that cannot start has no other place to report that.
+fn with_changes(mut refusal: Refusal, changes: &[String]) -> Refusal {
+    if !changes.is_empty() {
+        refusal.message += &format!("; before that: {}", changes.join("; "));
     }
     refusal
 }

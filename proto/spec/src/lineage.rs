@@ -27,6 +27,13 @@ impl fmt::Display for Fingerprint {
     }
 }
 
+/// Lock of a directory of checkpoints, held until this is dropped.
+pub trait DirectoryLock: fmt::Debug + Send {
+    /// Returns whether the directory still has the file that is locked. It has another one, or none, after it was moved
+    /// or removed.
+    fn is_in_place(&self) -> bool;
+}
+
 /// The state from which the next attempt of a run resumes. Leftovers of killed workers have been removed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recovered {

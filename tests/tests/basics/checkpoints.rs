@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use rustix::process::Signal;
-use xlaunch_tests::{Job, read_state, wait_for};
+use xlaunch_tests::{Job, children, read_state, send_signal, suspend, wait_for};
 
 xlaunch_harness::tests! {
     run_that_continues_from_an_earlier_step_sets_later_checkpoints_aside,
@@ -12,6 +12,8 @@ xlaunch_harness::tests! {
     damaged_checkpoint_is_named_renamed_and_passed_over,
     job_without_any_valid_checkpoint_does_not_start_afresh,
     second_job_in_a_directory_is_refused,
+    job_whose_directory_is_moved_away_saves_in_a_new_one,
+    job_does_not_touch_a_directory_that_another_job_uses_in_place_of_its_own,
     other_data_batch_seed_or_order_needs_consent,
     resumed_run_keeps_its_warm_up,
     run_killed_at_random_moments_equals_an_undisturbed_one,
@@ -119,8 +121,7 @@ fn job_without_any_valid_checkpoint_does_not_start_afresh() {
 
 fn second_job_in_a_directory_is_refused() {
     let job = Job::new();
-    let long = args(&["--set", "train.steps=100000", "--set", "train.eval_every=0"]);
-    let first = job.spawn(&long);
+    let first = job.spawn(&endless(&[]));
     wait_for_checkpoint(&job);
     let second = job.run(&args(&["--resume"]));
     assert_eq!(second.code, 75, "{}", second.stderr);
@@ -130,6 +131,51 @@ fn second_job_in_a_directory_is_refused() {
     first.signal(Signal::TERM);
     assert_eq!(first.wait().code, 143);
     job.run_ok(&args(&["--resume"]));
+}
+
+/// Returns the arguments of a job that runs until it is stopped.
+fn endless(more: &[&'static str]) -> Vec<&'static str> {
+    let endless = ["--set", "train.steps=100000", "--set", "train.eval_every=0"];
+    args(&[&endless[..], more].concat())
+}
+
+fn move_checkpoints(job: &Job, name: &str) {
+    std::fs::rename(job.path().join("saved"), job.path().join(name)).unwrap();
+}
+
+fn job_whose_directory_is_moved_away_saves_in_a_new_one() {
+    let job = Job::new();
+    let first = job.spawn(&endless(&[]));
+    wait_for_checkpoint(&job);
+    move_checkpoints(&job, "moved");
+    first.wait_for_stderr("saved was moved or removed; saving in a new one");
+    wait_for_checkpoint(&job);
+    let second = job.run(&args(&["--resume"]));
+    assert_eq!(second.code, 75, "{}", second.stderr);
+    assert!(second.stderr.contains("saved is used by another job: job `"), "{}", second.stderr);
+    first.signal(Signal::TERM);
+    assert_eq!(first.wait().code, 143);
+    job.run_ok(&args(&["--resume", "--set", "train.steps=1"]));
+}
+
+fn job_does_not_touch_a_directory_that_another_job_uses_in_place_of_its_own() {
+    let job = Job::new();
+    let first = job.spawn(&endless(&["--set", "launch.stall_timeout=600"]));
+    wait_for_checkpoint(&job);
+    let workers = children(first.pid());
+    workers.iter().copied().for_each(suspend);
+    move_checkpoints(&job, "moved");
+    let second = job.spawn(&endless(&["--set", "checkpoint.every=100000"]));
+    second.wait_for_stderr("step 1/");
+    workers.iter().for_each(|pid| send_signal(*pid, Signal::CONT));
+    first.wait_for_stderr("saved is used by another job: job `");
+    assert!(entries(&job).is_empty(), "{:?}", entries(&job));
+    first.signal(Signal::TERM);
+    let output = first.wait();
+    assert_eq!(output.code, 75, "{}", output.stderr);
+    second.signal(Signal::TERM);
+    assert_eq!(second.wait().code, 143);
+    assert!(matches!(&entries(&job)[..], [only] if only.starts_with("step-")), "{:?}", entries(&job));
 }
 
 fn other_data_batch_seed_or_order_needs_consent() {
@@ -223,7 +269,7 @@ fn failed_save_is_reported_and_training_goes_on() {
     assert_eq!(output.code, 143, "{}", output.stderr);
     let path = saved.display().to_string();
     assert!(output.stderr.contains(&path) && output.stderr.contains("(os error"), "{}", output.stderr);
-    assert!(output.stdout.contains(" checkpoints failed"), "{}", output.stdout);
+    assert!(output.stdout.contains(" failed, "), "{}", output.stdout);
 }
 
 fn failed_last_save_fails_the_job() {

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::chat::{CONFIG_FILE, Templates};
 use crate::{Tokenizer, hash};
 
 /// Size limit of a manifest. With a million shards it has 100 MB.
@@ -219,6 +220,19 @@ impl Manifest {
             ));
         }
         Ok(tokenizer.with_end_of_text(self.end_of_text))
+    }
+
+    /// Checks that the chat template in `dir`, the directory of this manifest, is the one that the data was prepared
+    /// with: models that are trained on the data are exported with it.
+    pub fn check_template(&self, dir: &Path) -> Result<(), ManifestError> {
+        let Some(chat) = &self.chat else { return Ok(()) };
+        let damaged = |name: &str, reason| ManifestError::Damaged { path: dir.join(name), reason };
+        match Templates::hash_in(dir).map_err(|reason| damaged(CONFIG_FILE, reason))? {
+            Some((name, found)) if found != chat.template_xxh3_128 => {
+                Err(damaged(name, "the data was prepared with another chat template".into()))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn check(&self) -> Result<(), String> {

@@ -13,6 +13,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use xlaunch_proto::disk::Disk;
 use xlaunch_spec::lineage::Recovered;
 use xlaunch_spec::model::ModelShape;
 use xlaunch_spec::quantities::shortage_texts;
@@ -249,7 +250,7 @@ fn set_aside(path: &Path, suffix: &str) -> io::Result<PathBuf> {
     let Some(free) = set_aside_names(path, suffix).find(|name| name.symlink_metadata().is_err()) else {
         return Err(io::Error::other(format!("too many entries like {}{suffix}", path.display())));
     };
-    fs_err::rename(path, &free)?;
+    Disk::default().rename_dir(path, &free)?;
     Ok(free)
 }
 

@@ -12,6 +12,7 @@
 //! is this rank's input), so that all of them begin or skip the next save.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -24,8 +25,9 @@ use std::time::Instant;
 use xlaunch_engine::{HostAllocator, HostBuffer};
 use xlaunch_proto::disk::Disk;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{CheckpointFailed, CheckpointReport};
+use xlaunch_proto::v1::{CheckpointFailed, CheckpointNotDeleted, CheckpointReport};
 
+use super::lock::OwnLock;
 use super::retention::Candidate;
 use super::tensors::Arena;
 pub use super::write::Written;
@@ -147,8 +149,9 @@ impl Saver {
         let len = portion.len();
         let writer = Writer { layout, portion, rank, writers };
         let reported_failure = false;
+        let lock = OwnLock::look(&dir);
         let mut thread =
-            Thread { dir, writer, retention, tokenizer, source, exchange, disk, reported_failure };
+            Thread { dir, lock, writer, retention, tokenizer, source, exchange, disk, reported_failure };
         let flag = busy.clone();
         let pieces = matches!(buffers, Buffers::Pieces).then(|| host.clone());
         thread::Builder::new().name("checkpoint".into()).spawn(move || {
@@ -271,6 +274,7 @@ fn memory_failed(error: io::Error) -> CheckpointError {
 
 struct Thread {
     dir: PathBuf,
+    lock: OwnLock,
     writer: Writer,
     retention: Retention,
     tokenizer: Option<Vec<u8>>,
@@ -301,13 +305,19 @@ impl Thread {
         let (buffers, written) = match source {
             Source::Copy(snapshot) => {
                 self.complete(&snapshot, &state);
-                let written = self.writer.write(&self.disk, &temporary, &mut &snapshot);
+                let written = self.write(&temporary, &mut &snapshot);
                 (Some(snapshot), written)
             }
-            Source::Pieces(mut pieces) => (None, self.writer.write(&self.disk, &temporary, &mut pieces)),
+            Source::Pieces(mut pieces) => (None, self.write(&temporary, &mut pieces)),
         };
         let written = written.map_err(|error| format!("rank {}: {error}", self.writer.rank));
         (buffers, self.commit(written, &state, start))
+    }
+
+    /// Writes this rank's part, unless the directory has become that of another job.
+    fn write(&mut self, to: &Path, values: &mut dyn Values) -> io::Result<Vec<Written>> {
+        self.lock.check()?;
+        self.writer.write(&self.disk, to, values)
     }
 
     /// Turns a copy in files into a complete memory snapshot.
@@ -352,8 +362,10 @@ impl Thread {
                 Ok(())
             }
             Err(reason) => {
-                // If this fails, the next start of the job removes the rest.
-                let _ = self.disk.remove_dir(&temporary);
+                if self.lock.check().is_ok() {
+                    // If this fails, the next start of the job removes the rest.
+                    let _ = self.disk.remove_dir(&temporary);
+                }
                 self.report_failure(step, &path, &reason);
                 Err(failed(reason))
             }
@@ -369,7 +381,7 @@ impl Thread {
     fn delete_old(&mut self, newest: &State) {
         let found = match directory::scan(&self.dir) {
             Ok(found) => found,
-            Err(error) => return self.retention_failed(newest.step, &self.dir.clone(), &error.to_string()),
+            Err(error) => return self.not_deleted(&self.dir.clone(), &error),
         };
         let belongs = |state: &State| {
             state.run == newest.run
@@ -387,15 +399,16 @@ impl Thread {
         for step in self.retention.to_delete(candidates) {
             let path = self.dir.join(name(step));
             if let Err(error) = delete(&self.disk, &self.dir, step) {
-                self.retention_failed(newest.step, &path, &error.to_string());
+                self.not_deleted(&path, &error);
             }
         }
     }
 
     /// Reports the failure once: the same failure would follow every save.
-    fn retention_failed(&mut self, step: u64, path: &Path, reason: &str) {
+    fn not_deleted(&mut self, path: &Path, reason: &dyn fmt::Display) {
         if !std::mem::replace(&mut self.reported_failure, true) {
-            self.report_failure(step, path, &format!("failed to delete it: {reason}"));
+            let (path, reason) = (path.display().to_string(), reason.to_string());
+            self.exchange.report(Report::CheckpointNotDeleted(CheckpointNotDeleted { path, reason }));
         }
     }
 }

@@ -176,8 +176,12 @@ pub(super) fn delete(disk: &Disk, dir: &Path, step: u64) -> io::Result<()> {
     fail::io(Place::SaveDelete)?;
     let name = name(step);
     let deleted = dir.join(format!("{TEMPORARY}deleted-{name}"));
-    disk.rename(&dir.join(name), &deleted)?;
-    disk.remove_dir(&deleted)
+    match disk.rename(&dir.join(&name), &deleted) {
+        Ok(()) => disk.remove_dir(&deleted),
+        // A directory of overlayfs that cannot be renamed: moving its files would copy them.
+        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => disk.remove_dir(&dir.join(&name)),
+        Err(error) => Err(error),
+    }
 }
 
 /// Renames a directory, replacing any directory of that name.
@@ -190,7 +194,7 @@ fn put_in_place(disk: &Disk, dir: &Path, from: &Path, to: &Path, step: u64) -> i
         Err(error) if error.kind() == io::ErrorKind::Unsupported => {
             // Until the second rename is done, the next start of a job finds the old checkpoint and restores it.
             let old = dir.join(format!("{REPLACED}{}", name(step)));
-            disk.rename(to, &old)?;
+            disk.rename_dir(to, &old)?;
             disk.rename(from, to)?;
             disk.remove_dir(&old)
         }

@@ -23,7 +23,7 @@ impl ReportSink for Metrics {
         if let Report::TrainStarted(started) = &report.report {
             return self.points.begin(started.first_step);
         }
-        let Some(Point { step, values }) = Point::of(&report.report) else { return Ok(()) };
+        let Some(Point { step, values }) = Point::of(&report.report) else { return self.points.flush() };
         let mut line = json!({ "_step": step, "_timestamp": clock::unix().as_secs_f64() });
         for (metric, value) in values {
             line[metric.key] = value.json();

@@ -51,7 +51,7 @@ pub struct RankReport {
 /// A destination of reports. It runs on a thread of its own and may block.
 pub(crate) trait ReportSink: Send + 'static {
     /// Writes a report of rank 0. All ranks take every step together, so one rank speaks for all. A file sink that
-    /// returns an error keeps the report and writes it later.
+    /// returns an error keeps the report and writes it later; it tries again with every report.
     fn report(&mut self, report: &RankReport) -> io::Result<()>;
 
     /// Prints a line for the user.

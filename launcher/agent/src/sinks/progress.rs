@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
-    CheckpointFailed, CheckpointSkipped, EvalReport, SampleReport, StepReport, TrainStarted,
+    CheckpointFailed, CheckpointNotDeleted, CheckpointSkipped, EvalReport, SampleReport, StepReport,
+    TrainStarted,
 };
 use xlaunch_spec::quantities::{count_text, rough_time_text};
 
@@ -50,6 +51,9 @@ impl ReportSink for Progress {
             Report::Sample(sample) => self.sample(sample),
             Report::CheckpointFailed(CheckpointFailed { step, path, reason }) => {
                 self.print(&format!("checkpoint of step {step} failed: {path}: {reason}"));
+            }
+            Report::CheckpointNotDeleted(CheckpointNotDeleted { path, reason }) => {
+                self.print(&format!("warning: old checkpoints are not deleted: {path}: {reason}"));
             }
             Report::CheckpointSkipped(CheckpointSkipped { step, .. }) => {
                 self.print(&format!(

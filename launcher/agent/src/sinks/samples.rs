@@ -48,7 +48,7 @@ impl ReportSink for Samples {
                 });
                 self.points.append(&point).and(rewound)
             }
-            _ => Ok(()),
+            _ => self.points.flush(),
         }
     }
 

@@ -153,7 +153,7 @@ impl Summary {
             line("best", best.clone());
         }
         if self.failed + self.skipped > 0 {
-            line("", format!("{} checkpoints failed, {} skipped", self.failed, self.skipped));
+            line("saves", format!("{} failed, {} skipped", self.failed, self.skipped));
         }
         if let Some(metrics) = metrics {
             line("metrics", metrics.display().to_string());

@@ -110,7 +110,7 @@ impl ReportSink for TensorBoard {
         if let Report::TrainStarted(started) = &report.report {
             return self.begin(started.first_step);
         }
-        let Some(Point { step, values }) = Point::of(&report.report) else { return Ok(()) };
+        let Some(Point { step, values }) = Point::of(&report.report) else { return self.file.flush() };
         self.last_step = step;
         let mut scalars = Vec::new();
         for (metric, value) in values.iter().filter(|(metric, _)| metric.in_tensorboard) {

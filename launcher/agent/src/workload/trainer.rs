@@ -6,7 +6,6 @@ mod leading;
 mod nodes;
 mod reports;
 
-use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -24,7 +23,7 @@ use xlaunch_proto::v1::{
     Bench, GetJobReply, GetJobRequest, JobKind, JobState, MemorySnapshot, NodeResume, RankReport, StopCommand,
 };
 use xlaunch_spec::job::{DoctorMode, JobSpec};
-use xlaunch_spec::lineage::Recovered;
+use xlaunch_spec::lineage::{DirectoryLock, Recovered};
 
 use crate::activity::ActivityRecord;
 use crate::base_environment::BaseEnvironment;
@@ -80,7 +79,7 @@ pub struct TrainerPlan<'a> {
     /// Access to the checkpoints of this run.
     pub files: CheckpointFiles,
     /// Lock of `checkpoint.dir`, held by the node that has rank 0 in the first attempt.
-    pub lock: Option<HeldLock>,
+    pub lock: Option<Box<dyn DirectoryLock>>,
     /// Place of the state while it is saved. Attempts on several nodes keep no snapshots.
     pub buffers: SaveBuffers,
     /// The benchmark that `xlaunch bench` runs; `None` to train.
@@ -93,9 +92,6 @@ pub struct TrainerPlan<'a> {
     pub base: &'a BaseEnvironment,
 }
 
-/// A lock that is held until this is dropped.
-pub type HeldLock = Box<dyn Any + Send>;
-
 /// The agent's access to the checkpoints of a run, which the worker crate implements.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckpointFiles {
@@ -104,13 +100,16 @@ pub struct CheckpointFiles {
     /// Checks that a checkpoint has all of its files.
     pub verify: fn(&Path) -> Result<(), String>,
     /// Locks a directory of checkpoints for the job with this name.
-    pub lock: fn(&Path, &str) -> Result<HeldLock, String>,
+    pub lock: AcquireLock,
 }
 
 /// Finds the newest complete checkpoint of a run, or else the checkpoint that the run began with. Arguments: directory,
 /// run id, that first checkpoint, and the step of the newest memory snapshot. If that snapshot is at least as new, no
 /// checkpoint is opened.
 pub type Recover = fn(&Path, &str, Option<&Path>, Option<u64>) -> Result<Recovered, String>;
+
+/// Locks a directory of checkpoints for the job with this name, or returns the reason why that is not possible.
+pub type AcquireLock = fn(&Path, &str) -> Result<Box<dyn DirectoryLock>, String>;
 
 /// The results that only training jobs have.
 #[derive(Debug, Default)]

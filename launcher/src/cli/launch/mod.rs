@@ -10,6 +10,7 @@ use xlaunch_proto::v1::{Greeting, Prepare};
 use xlaunch_spec::command::GroupSpec;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
+use xlaunch_spec::lineage::DirectoryLock;
 
 pub(super) use command::{run_command, run_workers};
 pub(crate) use load::Launch;
@@ -29,7 +30,7 @@ use xlaunch_agent::stderr::print_line;
 use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::work;
 use xlaunch_agent::workload::host_memory::{self, HostNeeds, MemoryPlan, SaveBuffers};
-use xlaunch_agent::workload::trainer::{CheckpointFiles, HeldLock, TrainerPlan};
+use xlaunch_agent::workload::trainer::{CheckpointFiles, TrainerPlan};
 use xlaunch_agent::{report, run_summary, workload};
 use xlaunch_cluster::nodes::Nodes;
 use xlaunch_cluster::shared::{self, Mark};
@@ -290,7 +291,7 @@ async fn run_trainer(
         resume_from: checks.resume_from,
         parent: parent_dir,
         files: CHECKPOINT_FILES,
-        lock: checks.lock.map(|lock| Box::new(lock) as HeldLock),
+        lock: checks.lock.map(|lock| Box::new(lock) as Box<dyn DirectoryLock>),
         buffers,
         libraries: libraries.as_ref(),
         bench: None,

@@ -71,18 +71,9 @@ impl Templates {
                     .ok_or_else(|| format!("--chat-template: {} does not exist", path.display()))?;
                 Sources { default: Some(text), with_tools: None }
             }
-            None => {
-                let default = match read_beside(DEFAULT_TEMPLATE_FILE)? {
-                    None => read_beside(TEMPLATE_FILE)?,
-                    default => default,
-                };
-                if default.is_some() {
-                    Sources { default, with_tools: read_beside(TOOL_TEMPLATE_FILE)? }
-                } else {
-                    Sources::of_config(&config)
-                }
-            }
+            None => Sources::beside(&read_beside, &config)?,
         };
+        let hash = sources.hash();
         if let (Some(default), Some(with_tools)) = (&sources.default, &sources.with_tools) {
             // Prepared data and models have both in their configuration.
             let named = |name: &str, template: &str| json!({ "name": name, "template": template });
@@ -97,10 +88,6 @@ impl Templates {
             None => return Err(missing(tokenizer, &template_names(&config))),
         };
         let tokens = || template_tokens(&config, &special);
-        let mut hashed = default.clone();
-        if let Some(other) = &sources.with_tools {
-            hashed.extend(["\0", other.as_str()]);
-        }
         let mut copies = Vec::new();
         copies.extend(config_text.map(|text| (CONFIG_FILE, text)));
         // A list of templates is part of the configuration.
@@ -111,7 +98,16 @@ impl Templates {
         let default = Template::new(&default, tokens())?;
         let files = dir.as_deref().map(Files::read).transpose().map_err(|error| error.to_string())?;
         let declared = files.iter().flat_map(Files::added_tokens).map(|token| token.content).collect();
-        Ok(Self { default, with_tools, tokens: declared, hash: hash(hashed.as_bytes()), copies })
+        Ok(Self { default, with_tools, tokens: declared, hash, copies })
+    }
+
+    /// Returns the name of the file with the templates of a directory, and their hash; `None` if there are none.
+    pub(crate) fn hash_in(dir: &Path) -> Result<Option<(&'static str, String)>, String> {
+        let read_beside = |name: &str| read(&dir.join(name), open_regular(&dir.join(name)));
+        let config = object(CONFIG_FILE, read_beside(CONFIG_FILE)?.as_deref())?;
+        let sources = Sources::beside(&read_beside, &config)?;
+        let name = if sources == Sources::of_config(&config) { CONFIG_FILE } else { TEMPLATE_FILE };
+        Ok((sources != Sources::default()).then(|| (name, sources.hash())))
     }
 
     /// Returns whether a template may read a variable of this name.
@@ -126,6 +122,29 @@ impl Templates {
 }
 
 impl Sources {
+    /// Reads the templates of a tokenizer with these settings. `read` reads one of its files.
+    fn beside(
+        read: &dyn Fn(&str) -> Result<Option<String>, String>,
+        config: &Map<String, Json>,
+    ) -> Result<Self, String> {
+        let default = match read(DEFAULT_TEMPLATE_FILE)? {
+            None => read(TEMPLATE_FILE)?,
+            default => default,
+        };
+        if default.is_none() {
+            return Ok(Self::of_config(config));
+        }
+        Ok(Self { default, with_tools: read(TOOL_TEMPLATE_FILE)? })
+    }
+
+    fn hash(&self) -> String {
+        let mut hashed = self.default.clone().unwrap_or_else(|| ONLY_WITH_TOOLS.into());
+        if let Some(other) = &self.with_tools {
+            hashed.extend(["\0", other.as_str()]);
+        }
+        hash(hashed.as_bytes())
+    }
+
     /// Returns the templates in `tokenizer_config.json`.
     fn of_config(config: &Map<String, Json>) -> Self {
         let owned = |name| template_of(config, name).map(String::from);

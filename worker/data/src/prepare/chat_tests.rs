@@ -92,6 +92,22 @@ fn chat(question: &str, answer: &str) -> String {
 }
 
 #[test]
+fn template_that_was_edited_after_the_preparation_is_refused() {
+    let prepared = Prepared::new("a.jsonl", chat("a", "bc"));
+    let (manifest, _) = prepared.run().unwrap();
+    let dir = &prepared.options.output;
+    manifest.check_template(dir).unwrap();
+    let file = dir.join("chat_template.jinja");
+    fs_err::write(&file, format!("{TEMPLATE}edited")).unwrap();
+    let error = manifest.check_template(dir).unwrap_err().to_string();
+    let expected = format!("{} is damaged: the data was prepared with another chat template", file.display());
+    assert_eq!(error, expected);
+    assert!(crate::inspect::inspect(dir).unwrap_err().to_string().contains(&expected));
+    fs_err::remove_file(&file).unwrap();
+    manifest.check_template(dir).unwrap();
+}
+
+#[test]
 fn chats_have_masks_and_starts() {
     let prepared = Prepared::new("a.jsonl", format!("{}\n{}null\n", chat("a", "bc"), chat("d", "e")));
     let (manifest, _) = prepared.run().unwrap();

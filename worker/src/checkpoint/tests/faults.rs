@@ -121,9 +121,53 @@ fn failing_operation_leaves_only_the_earlier_checkpoints() {
             clean(dir.path()).unwrap();
             assert!(scan(dir.path()).unwrap().iter().all(|found| found.state.is_ok()));
             assert_complete(&dir.path().join("step-00000020"), 20);
-            assert!(reports.iter().any(|report| matches!(report, Report::CheckpointFailed(_))), "{at}");
+            let reported =
+                |report| matches!(report, &Report::CheckpointFailed(_) | &Report::CheckpointNotDeleted(_));
+            assert!(reports.iter().any(reported), "{at}");
         }
     }
+}
+
+/// Refuses to rename directories that are in its lower layer, as overlayfs does, and to exchange any.
+#[derive(Debug)]
+struct Overlay(PathBuf);
+
+impl Faults for Overlay {
+    fn check(&self, operation: &Operation<'_>) -> Result<(), Failure> {
+        match operation {
+            Operation::Rename { from, .. } if **from == *self.0 => {
+                Err(Failure::Before(io::ErrorKind::CrossesDevices.into()))
+            }
+            Operation::Exchange(..) => Err(Failure::Before(io::ErrorKind::Unsupported.into())),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[test]
+fn checkpoints_of_a_lower_layer_are_deleted_replaced_and_set_aside() {
+    let dir = tempfile::tempdir().unwrap();
+    let lower = save(dir.path(), 10);
+    let overlay = Disk::with_faults(Arc::new(Overlay(lower.clone())));
+    let retention = |newest| Retention { newest, ..Retention::default() };
+    let (reports, received) = channel();
+    let exchange = Alone { reports: Some(reports), ..Alone::default() };
+    let settings_of = |newest| settings(dir.path(), retention(newest));
+    save_with(settings_of(2), overlay.clone(), exchange, state("run", 10)).unwrap();
+    assert_complete(&lower, 10);
+    let (reports_of_deletion, deleted) = channel();
+    let exchange = Alone { reports: Some(reports_of_deletion), ..Alone::default() };
+    save_with(settings_of(1), overlay.clone(), exchange, state("run", 20)).unwrap();
+    let steps: Vec<u64> = scan(dir.path()).unwrap().iter().map(|found| found.step).collect();
+    assert_eq!(steps, [20]);
+    let failed = |report| !matches!(report, Report::Checkpoint(_));
+    assert!(!received.iter().chain(deleted).any(failed));
+
+    let lower = save(dir.path(), 30);
+    let aside = dir.path().join("step-00000030.abandoned");
+    Disk::with_faults(Arc::new(Overlay(lower.clone()))).rename_dir(&lower, &aside).unwrap();
+    assert!(!lower.exists());
+    assert_complete(&aside, 30);
 }
 
 /// Makes operations again, except for writes that were not synced by then.

@@ -52,6 +52,7 @@ impl TrainerWorkload<'_> {
 
     /// Finds the state that the next attempt resumes from: the newest memory snapshot or the newest checkpoint.
     pub(super) fn recover(&mut self) -> io::Result<()> {
+        self.renew_lock().map_err(io::Error::other)?;
         let (dir, source) = (self.checkpoint_dir(), self.plan.resume_from.as_deref());
         let snapshot = self.snapshots.as_ref().and_then(Snapshots::newest);
         let recovered = (self.plan.files.recover)(&dir, &self.run.id, source, snapshot.map(|id| id.step));

@@ -7,7 +7,9 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::{HeldLock, METRICS, TrainerWorkload};
+use xlaunch_spec::lineage::DirectoryLock;
+
+use super::{METRICS, TrainerWorkload};
 use crate::sinks::metrics::Metrics;
 use crate::sinks::samples::Samples;
 use crate::sinks::tensorboard::TensorBoard;
@@ -31,9 +33,7 @@ pub(super) struct Lead {
 enum Lock {
     /// `checkpoint.dir` is not set: each run has a directory of its own.
     NotNeeded,
-    Held {
-        _lock: HeldLock,
-    },
+    Held(Box<dyn DirectoryLock>),
     /// The previous node of rank 0 may still hold it. `told` is set once the user knows.
     Wanted {
         since: Instant,
@@ -49,7 +49,7 @@ impl TrainerWorkload<'_> {
         }
         self.run.lead();
         let lock = match (self.plan.lock.take(), &self.plan.spec.checkpoint.dir) {
-            (Some(lock), _) => Lock::Held { _lock: lock },
+            (Some(lock), _) => Lock::Held(lock),
             (None, Some(_)) if self.plan.bench.is_none() => {
                 Lock::Wanted { since: Instant::now(), told: false }
             }
@@ -66,12 +66,31 @@ impl TrainerWorkload<'_> {
         let Some(Lead { lock }) = &mut self.lead else { return };
         let (Lock::Wanted { since, told }, Some(dir)) = (&mut *lock, checkpoint_dir) else { return };
         match (self.plan.files.lock)(Path::new(dir), &self.plan.spec.job.name) {
-            Ok(held) => *lock = Lock::Held { _lock: held },
+            Ok(held) => *lock = Lock::Held(held),
             Err(problem) if since.elapsed() >= LOCK_TIMEOUT && !std::mem::replace(told, true) => {
                 self.notify(&format!("xlaunch: {problem}; two jobs would replace each other's checkpoints"));
             }
             Err(_) => {}
         }
+    }
+
+    /// Locks `checkpoint.dir` again if it was moved or removed, and workers have created another one. Call this before
+    /// anything in it is replaced.
+    ///
+    /// # Errors
+    /// If another job has locked that one.
+    pub(super) fn renew_lock(&mut self) -> Result<(), String> {
+        let Some(dir) = self.plan.spec.checkpoint.dir.as_ref().map(Path::new) else { return Ok(()) };
+        let Some(Lead { lock: Lock::Held(held) }) = &mut self.lead else { return Ok(()) };
+        if held.is_in_place() || !dir.exists() {
+            return Ok(());
+        }
+        *held = (self.plan.files.lock)(dir, &self.plan.spec.job.name)?;
+        let dir = dir.display();
+        self.notify(&format!(
+            "xlaunch: checkpoint directory {dir} was moved or removed; saving in a new one"
+        ));
+        Ok(())
     }
 
     /// Opens the files that rank 0's reports are written to.

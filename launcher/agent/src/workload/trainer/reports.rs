@@ -150,7 +150,10 @@ impl TrainerWorkload<'_> {
 
     /// Tells rank 0 to commit a checkpoint once all ranks have written their shards.
     pub(super) fn shard_saved(&mut self, rank: u32, shard: ShardSaved) {
-        if let Some(commit) = self.attempt.saves.record(rank, shard) {
+        if let Some(mut commit) = self.attempt.saves.record(rank, shard) {
+            if let Err(problem) = self.renew_lock() {
+                commit.error = problem;
+            }
             self.attempt.sessions.send(0, WorkerCommand::CommitCheckpoint(commit));
         }
     }
