@@ -139,8 +139,7 @@ impl Process {
     /// Returns whether the process has a handler for this signal.
     pub fn handles(&self, signal: Signal) -> bool {
         // A process that is gone has none.
-        let status = fs_err::read_to_string(format!("/proc/{}/status", self.pid));
-        has_signal(&status.unwrap_or_default(), "SigCgt:", signal)
+        has_signal(&status(self.pid), "SigCgt:", signal)
     }
 
     /// Returns the value of a variable in the environment that the process was started with. The kernel shows this to
@@ -156,6 +155,16 @@ impl Process {
     fn environment(&self) -> Option<Vec<u8>> {
         fs_err::read(format!("/proc/{}/environ", self.pid)).ok()
     }
+}
+
+/// Returns whether a process ignores this signal; false if it has ended.
+pub(crate) fn ignores(pid: u32, signal: Signal) -> bool {
+    has_signal(&status(pid), "SigIgn:", signal)
+}
+
+/// Returns `/proc/PID/status`; empty if the process is gone.
+fn status(pid: u32) -> String {
+    fs_err::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default()
 }
 
 /// Returns whether a signal is in this mask of a `/proc/PID/status`. Bit 0 of a mask is signal 1.

@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::refusal::Refusal;
 
-use crate::process::has_signal;
+use crate::process::ignores;
 use crate::spawn::{short_signal_name, terminal};
 use crate::system_errors;
 
@@ -180,5 +180,5 @@ fn is_without_effect(request: SignalRequest) -> bool {
 /// Returns whether this process ignores the signal, as its parent may have wanted.
 pub fn is_ignored(signal: Signal) -> bool {
     // Without /proc, no job begins.
-    has_signal(&fs_err::read_to_string("/proc/self/status").unwrap_or_default(), "SigIgn:", signal)
+    ignores(std::process::id(), signal)
 }

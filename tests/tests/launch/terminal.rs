@@ -24,6 +24,7 @@ xlaunch_harness::tests! {
     worker_that_suspends_itself_on_a_terminal_suspends_the_job,
     ctrl_z_has_no_effect_without_a_shell_that_could_continue_the_job,
     background_job_is_suspended_when_its_script_reads,
+    shell_of_a_single_rank_controls_its_jobs,
     suspended_job_says_how_to_continue_it_and_ends_at_the_first_kill,
     end_of_a_progress_bar_precedes_what_is_printed_after_it,
     background_job_whose_script_does_not_read_is_not_suspended,
@@ -193,6 +194,30 @@ fn line_at_a_prompt_of_a_single_rank_can_be_edited_and_recalled() {
         expect("after"),
     ];
     launch_on_terminal(&launch, &steps, &["debug.py"]);
+}
+
+fn shell_of_a_single_rank_controls_its_jobs() {
+    let launch = Launch::new();
+    let steps = [
+        send("PS1='outer$ '; $X -- bash --norc -i; echo code-$?\n"),
+        send("PS1='inner> '\n"),
+        expect("inner> "),
+        send("echo $((40 + 2))\n"),
+        expect("42\r\n"),
+        send("sh -c \"echo be''gun; exec sleep 1000\"\n"),
+        expect("begun"),
+        send("\u{3}"),
+        expect("inner> "),
+        send("cat\n"),
+        send("a line\n"),
+        expect("a line\r\n"),
+        send("\u{1a}"),
+        expect("Stopped"),
+        send("kill -9 %1; exec false\n"),
+        expect("code-1"),
+        expect("outer$ "),
+    ];
+    in_shell(&launch, &steps);
 }
 
 fn terminal_is_usable_after_a_worker_is_killed_while_it_reads_keys() {

@@ -86,6 +86,7 @@ impl Driver<'_> {
             SignalRequest::Suspend => self.suspend(Signal::STOP),
             SignalRequest::Resume => {
                 self.preloader.iter().for_each(Preloader::resume);
+                self.terminal.resume();
                 self.attempt.resume();
             }
             SignalRequest::Resize => self.attempt.resize(),

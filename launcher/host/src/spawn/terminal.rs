@@ -15,7 +15,10 @@
 //! launcher leaves the terminal to the shell that started it. A grant that ends before the read begins is repeated with
 //! a longer duration.
 //!
-//! Ctrl-C during a grant reaches only the worker's group. A relay, which is a process in that group with no other
+//! A shell with job control ignores the signals that would stop it, and gives the terminal to its own jobs. Its grant
+//! lasts until it exits, and Ctrl-C reaches only its jobs, as without a launcher.
+//!
+//! Ctrl-C during another grant reaches only the worker's group. A relay, which is a process in that group with no other
 //! purpose, reports it to xlaunch, which then signals the other ranks.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -31,7 +34,7 @@ use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetpgrp, tcgetsid, 
 use tokio::sync::mpsc;
 
 use super::{children, sys};
-use crate::process::Process;
+use crate::process::{Process, ignores};
 
 /// `argv[0]` of a relay, which tells the program's `main` to run [`relay_main`].
 pub const RELAY_NAME: &str = "launch-relay";
@@ -73,6 +76,8 @@ struct Grant {
     own: Pid,
     worker: Pid,
     until: Instant,
+    /// True if the worker gives the terminal to process groups of its own.
+    has_job_control: bool,
 }
 
 /// A signal from the terminal that has reached only a worker's process group.
@@ -94,7 +99,8 @@ impl Terminal {
     pub fn answer(&self, worker: u32) -> Option<Answer> {
         let own = Process::own().filter(|own| own.group != 0)?;
         let foreground = tcgetpgrp(controlling_terminal().ok()?).ok()?;
-        let is_granted = self.grant.as_ref().is_some_and(|grant| grant.worker == foreground);
+        let has = |grant: &Grant| grant.has_job_control || grant.worker == foreground;
+        let is_granted = self.grant.as_ref().is_some_and(has);
         let is_ours = [own.group, worker].into_iter().filter_map(to_pid).any(|group| group == foreground);
         Some(answer(is_ours || is_granted, || is_orphaned(&Process::all(), &own)))
     }
@@ -123,7 +129,8 @@ impl Terminal {
         let tty = controlling_terminal()?;
         self.modes = self.modes.take().or_else(|| tcgetattr(&tty).ok());
         sys::set_foreground(&tty, group)?;
-        self.grant = Some(Grant { tty, own, worker: group, until: now + self.duration });
+        let until = now + self.duration;
+        self.grant = Some(Grant { tty, own, worker: group, until, has_job_control: false });
         Ok(kill_process_group(group, Signal::CONT)?)
     }
 
@@ -132,15 +139,40 @@ impl Terminal {
         self.grant.as_ref().map(|grant| grant.until)
     }
 
-    /// Ends the grant, and lets the next worker that waits use the terminal.
+    /// Ends the grant, unless it is that of a shell, and lets the next worker that waits use the terminal.
     pub fn grant_next(&mut self) -> io::Result<()> {
+        if let Some(grant) = &mut self.grant {
+            let worker = grant.worker.as_raw_pid().cast_unsigned();
+            // A shell with job control would otherwise be stopped whenever one of its jobs has the terminal.
+            if ignores(worker, Signal::TTOU) {
+                (grant.has_job_control, grant.until) = (true, Instant::now() + MAX_GRANT);
+                self.relays.remove(&worker);
+                return Ok(());
+            }
+        }
         self.end_grant();
         self.waiting.pop_front().map_or(Ok(()), |worker| self.grant(worker))
     }
 
-    /// Takes the terminal back. Workers that wait for it are continued, and ask again.
+    /// Takes the terminal back, except from a shell. Workers that wait for it are continued, and ask again.
     pub fn revoke(&mut self) {
+        if self.grant.as_ref().is_some_and(|grant| grant.has_job_control) {
+            return;
+        }
         self.end_grant();
+        self.continue_waiting();
+    }
+
+    /// Gives the terminal to the shell that had it, after this process was suspended and continued.
+    pub fn resume(&mut self) {
+        let Some(Grant { tty, own, worker, has_job_control: true, .. }) = &self.grant else { return };
+        if tcgetpgrp(tty) == Ok(*own) {
+            // Fails only if the terminal was hung up.
+            let _ = sys::set_foreground(tty, *worker);
+        }
+    }
+
+    fn continue_waiting(&mut self) {
         for group in self.waiting.drain(..).filter_map(to_pid) {
             // The worker may have ended.
             let _ = kill_process_group(group, Signal::CONT);
@@ -159,7 +191,8 @@ impl Terminal {
 
     /// Takes the terminal back and stops the relays, because the workers are about to be killed.
     pub fn end_attempt(&mut self) {
-        self.revoke();
+        self.end_grant();
+        self.continue_waiting();
         self.restore_modes();
         self.relays.clear();
     }
@@ -177,8 +210,7 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        self.revoke();
-        self.restore_modes();
+        self.end_attempt();
     }
 }
 
