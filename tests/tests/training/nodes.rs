@@ -18,14 +18,19 @@ use xlaunch_cluster::group_rendezvous::{GroupProgress, GroupRendezvous};
 use xlaunch_proto::env;
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{AgentCommand, CommitCheckpoint, FailedAck, GetJobReply, JobKind, SavedFile};
+use xlaunch_proto::v1::{
+    AgentCommand, CommitCheckpoint, FailedAck, GetJobReply, HeartbeatAck, JobKind, SavedFile,
+};
 use xlaunch_spec::ids::RingKey;
 use xlaunch_spec::job::{JobSpec, Shard};
 use xlaunch_tests::{HANG_TIMEOUT, Job, xlaunch_path};
 
+use crate::preferences;
+
 xlaunch_harness::tests! {
     two_nodes_train_like_one,
     nodes_without_the_directory_of_rank_0_get_its_state,
+    nodes_without_the_directory_of_rank_0_compare_pairs_with_its_reference,
     sharded_optimizer_without_a_shared_directory_is_refused;
 }
 
@@ -93,6 +98,19 @@ fn nodes_without_the_directory_of_rank_0_get_its_state() {
     assert!(
         job.path().join("resumed-0/checkpoints/step-00000008/optimizer-00001-of-00002.safetensors").exists()
     );
+}
+
+fn nodes_without_the_directory_of_rank_0_compare_pairs_with_its_reference() {
+    let job = preferences::job();
+    preferences::run_ok(&job, "4", &["train.steps=8", "checkpoint.every=4"]);
+    let first = job.run_dir().join("checkpoints/step-00000004");
+    let whole = group(&job, &[4]).train("whole");
+    let afresh = Group { writers: Some(1), ..group(&job, &[1, 3]) }.train("afresh");
+    assert_eq!((whole.losses.len(), afresh.losses), (8, whole.losses.clone()));
+    let mut resumed = Group { writers: Some(2), ..group(&job, &[2, 2]) };
+    resumed.resume_from = vec![first, "/nonexistent/step-00000004".into()];
+    let rest: BTreeMap<u64, u32> = whole.losses.into_iter().filter(|(step, _)| *step > 4).collect();
+    assert_eq!((rest.len(), resumed.train("resumed").losses), (4, rest));
 }
 
 fn sharded_optimizer_without_a_shared_directory_is_refused() {
@@ -186,6 +204,8 @@ impl Group<'_> {
                     Message::SessionOpened { rank, commands: sender, .. } => {
                         commands.insert(rank, sender);
                     }
+                    // Closes the session: the worker waits for that.
+                    Message::Report { rank, report: Report::Finished(_), .. } => drop(commands.remove(&rank)),
                     Message::Report { rank, report, .. } => {
                         let reply = self.report(rank, report, &mut ended, &mut saves);
                         if let Some((to, command)) = reply {
@@ -255,6 +275,7 @@ impl Group<'_> {
                     return Some((0, WorkerCommand::CommitCheckpoint(commit)));
                 }
             }
+            Report::Heartbeat(_) => return Some((rank, WorkerCommand::HeartbeatAck(HeartbeatAck {}))),
             Report::Failed(_) => return Some((rank, WorkerCommand::FailedAck(FailedAck {}))),
             _ => {}
         }
@@ -266,7 +287,8 @@ type Commands = BTreeMap<u32, mpsc::Sender<Result<AgentCommand, Status>>>;
 
 async fn send(commands: &Commands, rank: u32, command: WorkerCommand) {
     // The worker may have ended.
-    let _ = commands[&rank].send(Ok(AgentCommand { command: Some(command) })).await;
+    let Some(worker) = commands.get(&rank) else { return };
+    let _ = worker.send(Ok(AgentCommand { command: Some(command) })).await;
 }
 
 fn board() -> Board {

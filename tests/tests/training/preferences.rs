@@ -13,7 +13,7 @@ const TEMPLATE: &str = "{% for m in messages %}{{ m.content + '\\n' }}{% endfor 
 /// The loss of a pair whose answers the model and the reference see alike.
 const UNDECIDED: f64 = std::f64::consts::LN_2;
 
-fn job() -> Job {
+pub(crate) fn job() -> Job {
     let job = Job::new();
     write_model_and_pairs(&job, 2);
     job
@@ -59,7 +59,7 @@ fn run(job: &Job, ranks: &str, settings: &[&str]) -> Output {
     job.run(&settings.chain(["--nproc", ranks]).collect::<Vec<_>>())
 }
 
-fn run_ok(job: &Job, ranks: &str, settings: &[&str]) -> Output {
+pub(crate) fn run_ok(job: &Job, ranks: &str, settings: &[&str]) -> Output {
     let output = run(job, ranks, settings);
     assert_eq!(output.code, 0, "{}", output.stderr);
     output
