@@ -107,12 +107,12 @@ impl Progress {
 
     fn started(&mut self, started: &TrainStarted) {
         self.total = started.total_steps;
-        if !std::mem::replace(&mut self.described, true) {
-            self.print(&job_line(started));
-        }
         if let Some(bar) = &self.bar {
             bar.set_length(self.total);
             bar.set_position(started.first_step);
+        }
+        if !std::mem::replace(&mut self.described, true) {
+            self.print(&job_line(started));
         }
     }
 
@@ -212,8 +212,8 @@ impl Progress {
         match &self.bar {
             // `println` of the bar fills lines up to the width of the terminal and relies on its wrapping. What records
             // the output without wrapping, such as a notebook, would lose them.
-            Some(bar) => bar.suspend(|| print_line(format_args!("{line}"))),
-            None => print_line(format_args!("{line}")),
+            Some(bar) if self.total > 0 => bar.suspend(|| print_line(format_args!("{line}"))),
+            _ => print_line(format_args!("{line}")),
         }
     }
 }

@@ -244,6 +244,11 @@ fn not_a_script(argv: &[OsString]) -> String {
             "{script} is a notebook: make it a script with `jupyter nbconvert --to script {script}`, and launch that"
         );
     }
+    if [".yaml", ".yml", ".json"].iter().any(|end| script.ends_with(end)) {
+        return format!(
+            "{script}: configurations of training jobs are TOML files; `xlaunch [OPTIONS] SCRIPT.py` launches a script"
+        );
+    }
     let others = if Path::new(&script).is_file() {
         // Programs without a slash are looked up in PATH.
         let program = if script.contains('/') { script.clone() } else { format!("./{script}") };

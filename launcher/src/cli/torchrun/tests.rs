@@ -242,6 +242,10 @@ fn invalid_values_are_refused_with_what_was_expected() {
             "./a.out is neither a Python script nor a .toml file: `xlaunch -- ./a.out` runs a program",
         ),
         ("a.ipynb", "make it a script with `jupyter nbconvert --to script a.ipynb`, and launch that"),
+        (
+            "a.yaml b.py",
+            "a.yaml: configurations of training jobs are TOML files; `xlaunch [OPTIONS] SCRIPT.py`",
+        ),
         ("build.rs", "`xlaunch -- python3 build.rs` runs it as one, `xlaunch -- ./build.rs` as a program"),
         (
             "statsu",

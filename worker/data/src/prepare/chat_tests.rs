@@ -168,6 +168,20 @@ fn any_number_of_threads_and_any_input_gives_the_same_chats() {
 }
 
 #[test]
+fn fields_of_a_table_are_those_of_a_chat() {
+    let messages = r#"[{"role": "user", "content": "a, 'b'"}, {"role": "assistant", "content": "c\nd"}]"#;
+    let rows = format!("id,messages,tools\n1,\"{}\",\n2,,\n", messages.replace('"', "\"\""));
+    let mut prepared = Prepared::new("a.csv", &rows);
+    let error = prepared.run().unwrap_err().to_string();
+    assert!(error.contains("a.csv: row 2: the row has none of"), "{error}");
+    prepared.options.on_error = OnError::Skip;
+    let (manifest, _) = prepared.run().unwrap();
+    assert_eq!(prepared.texts(&manifest.train), ["user:a, 'b'\nassistant:C\nD\n"]);
+    let twice = Prepared::new("a.csv", "messages,messages\na,b\n").run().unwrap_err().to_string();
+    assert!(twice.contains("there is more than one column `messages`"), "{twice}");
+}
+
+#[test]
 fn chat_that_cannot_be_used_is_named_and_leaves_nothing() {
     let bad = r#"{"messages": [{"role": "user", "content": 7}]}"#;
     let lines = format!("{}{bad}\n{}", chat("a", "b"), chat("c", "d"));
@@ -180,8 +194,6 @@ fn chat_that_cannot_be_used_is_named_and_leaves_nothing() {
     let (manifest, notes) = prepared.run().unwrap();
     assert_eq!((manifest.skipped, manifest.train.documents), (1, 2));
     assert!(notes[1].contains(":2: `messages[0].content`"), "{notes:?}");
-    let table = Prepared::new("a.csv", "text\na\n");
-    assert!(table.run().unwrap_err().to_string().contains("expected JSONL, JSON or Parquet"));
     let broken = Prepared::new("a.jsonl", "{\"messages\": [}\n");
     assert!(broken.run().unwrap_err().to_string().contains(":1: not valid JSONL"));
 }

@@ -11,6 +11,7 @@ use super::blocks::{Block, Blocks, Form};
 use super::encode::{Encoded, Encoder};
 use super::inputs::Input;
 use super::kind::{self, Kind};
+use super::rows::Columns;
 use super::source::Source;
 use super::write::Writer;
 use super::{ChatOptions, Documents, Event, OnError, Options, PrepareError, Progress, parquet_rows, rows};
@@ -238,15 +239,9 @@ impl Reader<'_> {
         let source = match (kind, input) {
             (Kind::Text | Kind::JsonLines, _) => source,
             (Kind::Json, _) => source.into_rows("JSON", |text, _| Ok(rows::json(text)))?,
-            (Kind::Separated { .. }, _) if chats => {
-                let reason = format!(
-                    "{}: a table of text has no chats; expected JSONL, JSON or Parquet",
-                    source.label
-                );
-                return Err(PrepareError::Usage(reason));
-            }
             (Kind::Separated { delimiter }, _) => {
-                source.into_rows("CSV", |text, _| rows::separated(text, delimiter, column))?
+                let columns = if chats { Columns::All } else { Columns::One(column) };
+                source.into_rows("CSV", |text, _| rows::separated(text, delimiter, columns))?
             }
             (Kind::Parquet, Input::File(path)) if path.is_file() && chats => {
                 let chat = self.options.chat.as_ref();

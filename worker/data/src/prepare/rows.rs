@@ -6,10 +6,13 @@ use std::io::{self, Read};
 use std::rc::Rc;
 
 use csv::{ByteRecord, ReaderBuilder};
+use serde::de::IgnoredAny;
 
 const ROW_READ_BYTES: usize = 256 << 10;
 /// Begins a line that has, in place of JSON, the reason why its row is refused.
 pub(super) const REFUSED: char = '\x1f';
+/// Columns of a table with lists of messages.
+const LISTS: [&str; 2] = ["messages", "conversations"];
 const OPEN_ARRAY: &str = "the array has no end: the file may be cut off";
 const NO_ELEMENT: &str = "not valid JSON: missing element next to a comma";
 
@@ -168,8 +171,21 @@ impl<R: Read> Read for Ending<R> {
     }
 }
 
-/// Returns a column of a table with a header.
-pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io::Result<Box<dyn Read>> {
+/// What a line has of a row of a table.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Columns<'a> {
+    /// The string in the column of this name.
+    One(&'a str),
+    /// An object with all fields that are not empty.
+    All,
+}
+
+/// Returns the rows of a table with a header.
+pub(super) fn separated(
+    text: Box<dyn Read>,
+    delimiter: u8,
+    columns: Columns<'_>,
+) -> io::Result<Box<dyn Read>> {
     let ended = Rc::new(Cell::new(false));
     let text = Ending { text: text.chain(END_ROW), ended: Rc::clone(&ended) };
     let mut reader =
@@ -194,23 +210,49 @@ pub(super) fn separated(text: Box<dyn Read>, delimiter: u8, column: &str) -> io:
     }
     let names: Vec<String> =
         record.iter().map(|name| String::from_utf8_lossy(name).trim().to_owned()).collect();
-    let index = column_index(column, &names)?;
+    let index = match columns {
+        Columns::One(column) => Some(column_index(column, &names)?),
+        Columns::All => {
+            names.iter().try_for_each(|name| column_index(name, &names).map(drop))?;
+            None
+        }
+    };
     Ok(lines(move |line| {
         if !next(&mut record)? {
             return Ok(false);
         }
-        match record.get(index) {
+        match index.map(|index| record.get(index)) {
             // The text may have ended at a delimiter that should have been quoted.
             _ if record.iter().skip(names.len()).any(|field| !field.is_empty()) => {
                 let reason = "the row has more fields than the header: a text that contains the delimiter needs quotes";
                 line.extend_from_slice(format!("{REFUSED}{reason}").as_bytes());
             }
-            Some(text) => quote(text, line),
+            Some(Some(text)) => quote(text, line),
             // An object without the field, so it causes an error for this line.
-            None => line.extend_from_slice(b"{}"),
+            Some(None) => line.extend_from_slice(b"{}"),
+            None => object(&names, &record, line),
         }
         Ok(true)
     }))
+}
+
+/// Encodes the fields of a row that are not empty as a JSON object. Lists of messages are JSON themselves.
+fn object(names: &[String], record: &ByteRecord, out: &mut Vec<u8>) {
+    out.push(b'{');
+    for (name, text) in names.iter().zip(record).filter(|(_, text)| !text.is_empty()) {
+        if out.len() > 1 {
+            out.push(b',');
+        }
+        quote(name.as_bytes(), out);
+        out.push(b':');
+        if LISTS.contains(&name.as_str()) && serde_json::from_slice::<IgnoredAny>(text).is_ok() {
+            // Line feeds are only between values of valid JSON.
+            out.extend(text.iter().map(|byte| if *byte == b'\n' { b' ' } else { *byte }));
+        } else {
+            quote(text, out);
+        }
+    }
+    out.push(b'}');
 }
 
 /// Returns the index of the only column with this name.
@@ -303,7 +345,7 @@ mod tests {
 
     #[test]
     fn column_of_a_table_is_a_line_for_each_row() {
-        let rows = |text: &'static str| separated(Box::new(text.as_bytes()), b',', "text");
+        let rows = |text: &'static str| separated(Box::new(text.as_bytes()), b',', Columns::One("text"));
         let out = read(rows("id,text\n1,\"a \"\"b\"\",\nc\"\n2,\u{e9},\n3\n4,a, b\n").unwrap());
         assert_eq!(
             out,
@@ -321,11 +363,11 @@ mod tests {
     #[test]
     fn quote_that_is_not_closed_is_an_error_with_its_line() {
         for text in ["text\na\n\"b,\nc\nd\n", "text\na\n\"", "text\na\n\"b\n\0"] {
-            let mut rows = separated(Box::new(text.as_bytes()), b',', "text").unwrap();
+            let mut rows = separated(Box::new(text.as_bytes()), b',', Columns::One("text")).unwrap();
             let error = rows.read_to_string(&mut String::new()).unwrap_err().to_string();
             assert!(error.contains("is not closed"), "{text:?}: {error}");
         }
-        let rows = separated(Box::new(&b"text\na\n\"b,\nc\nd\n"[..]), b',', "text");
+        let rows = separated(Box::new(&b"text\na\n\"b,\nc\nd\n"[..]), b',', Columns::One("text"));
         let error = rows.unwrap().read_to_string(&mut String::new()).unwrap_err().to_string();
         assert!(error.contains("the row that begins in line 3 "), "{error}");
     }
