@@ -257,13 +257,22 @@ fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusa
                 .push(format!("{name}not evaluated: it has less validation data than one sequence"));
         }
     }
+    let held_out = dataset.val.iter().flat_map(|val| val.rows.sources());
+    let too_long = held_out.filter_map(|source| source.plan.packing()?.too_long).sum::<u64>();
+    if too_long > 0 {
+        ready.notes.push(format!("held-out data: {too_long} pairs longer than model.seq were left out"));
+    }
     if dataset.val.is_empty() && spec.train.eval_every != 0 {
-        let problem = "evaluation is off: the held-out data is shorter than one sequence";
-        let remedy = match dataset.tokenizer {
-            TokenizerSource::File { .. } => "prepare the data with a larger `--val`",
-            _ => "raise `data.val_fraction`",
+        let shorter = "evaluation is off: the held-out data is shorter than one sequence";
+        let message = match &dataset.tokenizer {
+            TokenizerSource::File { manifest: Some(manifest), .. } if manifest.val.documents == 0 => {
+                "evaluation is off: data.train was prepared without held-out data, see `--val`".into()
+            }
+            TokenizerSource::File { .. } => {
+                format!("{shorter}; prepare the data with a larger `--val` or lower `model.seq`")
+            }
+            _ => format!("{shorter}; raise `data.val_fraction` or lower `model.seq`"),
         };
-        let message = format!("{problem}; {remedy} or lower `model.seq`");
         if spec.train.patience != 0 {
             return Err(Refusal { exit: ExitCode::Usage, message: format!("train.patience: {message}") });
         }

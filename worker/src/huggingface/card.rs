@@ -158,7 +158,10 @@ fn model_card(
         ("element type", dtype.name().into()),
         ("training steps", state.step.to_string()),
         ("training tokens", tokens.to_string()),
-        ("validation loss", loss),
+        (
+            if state.reference.is_some() { "validation loss (preferences, DPO)" } else { "validation loss" },
+            loss,
+        ),
     ];
     // `|` ends a table cell, and the tokenizer's name is a file name.
     let cell = |text: &str| text.replace(['|', '\n', '\r'], " ");

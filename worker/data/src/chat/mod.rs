@@ -18,6 +18,7 @@ mod content;
 mod encode;
 mod json;
 mod literals;
+mod preference;
 mod python;
 mod rewrite;
 mod row;
@@ -48,6 +49,7 @@ pub use minijinja::Value;
 
 pub(crate) use encode::{ChatEncoder, Document, Outcome};
 pub(crate) use json::parse_json;
+pub(crate) use preference::is_question;
 pub(crate) use row::MEDIA;
 pub use template::Template;
 pub(crate) use templates::{CONFIG_FILE, TEMPLATE_FILE};

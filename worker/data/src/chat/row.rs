@@ -77,7 +77,7 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
         return chat(with_system(trained(&list, "messages")?, system)?, variables(), 0);
     }
     if let Some(list) = field("conversations") {
-        return chat(with_system(conversations(&list)?, system)?, variables(), 0);
+        return chat(with_system(conversations(&list, "conversations")?, system)?, variables(), 0);
     }
     if field(REJECTED).is_some() && ["completion", "text"].iter().all(|name| field(name).is_none()) {
         return Err(PREFERENCES.into());
@@ -103,7 +103,7 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
 }
 
 /// Checks the fields that all kinds of rows may have. Returns the schemas of tools.
-fn common_fields(value: &Value) -> Result<Value, String> {
+pub(super) fn common_fields(value: &Value) -> Result<Value, String> {
     let field = |name: &str| field(value, name);
     let tools = tools(field(TOOLS))?;
     if field("functions").is_some_and(|functions| functions.is_true()) {
@@ -121,7 +121,7 @@ fn common_fields(value: &Value) -> Result<Value, String> {
     Ok(tools)
 }
 
-fn system(row: &Value) -> Option<Value> {
+pub(super) fn system(row: &Value) -> Option<Value> {
     field(row, "system").or_else(|| field(row, "system_prompt"))
 }
 
@@ -131,7 +131,7 @@ fn kind(value: &Value) -> String {
 }
 
 /// Returns the names of fields that have a value.
-fn keys(value: &Value) -> String {
+pub(super) fn keys(value: &Value) -> String {
     let keys = value.try_iter().into_iter().flatten();
     let keys = keys.filter(|key| value.get_item(key).is_ok_and(|field| !field.is_none()));
     keys.take(10).map(|key| format!("`{key}`")).collect::<Vec<_>>().join(", ")
@@ -191,7 +191,7 @@ fn tools(value: Option<Value>) -> Result<Value, String> {
 }
 
 /// Returns the further variables of the template for a row.
-fn variables(row: &Value, tools: &Value) -> Value {
+pub(super) fn variables(row: &Value, tools: &Value) -> Value {
     let fields = row.try_iter().into_iter().flatten().filter_map(|key| {
         let name = key.as_str().filter(|name| !CHAT_COLUMNS.contains(name))?;
         field(row, name).map(|value| (key.clone(), value))
@@ -200,7 +200,12 @@ fn variables(row: &Value, tools: &Value) -> Value {
     Value::from_pairs(fields.chain(tools))
 }
 
-fn pair(prompt: &Value, completion: &Value, system: Option<Value>, variables: Value) -> Result<Row, String> {
+pub(super) fn pair(
+    prompt: &Value,
+    completion: &Value,
+    system: Option<Value>,
+    variables: Value,
+) -> Result<Row, String> {
     let has_tools = field(&variables, TOOLS).is_some_and(|tools| tools.is_true());
     match (prompt.as_str(), completion.as_str()) {
         (Some(_), Some("")) => Err("`completion` is empty".into()),
@@ -227,73 +232,6 @@ fn pair(prompt: &Value, completion: &Value, system: Option<Value>, variables: Va
             completion.kind()
         )),
     }
-}
-
-/// Reads a row with two answers as a row for the better one and a row for the worse one; `None` if it holds nothing.
-/// What both answers begin with is the prompt if the row has none, or only a string beside lists of messages.
-///
-/// # Errors
-/// The reason, and what to do.
-pub(crate) fn parse_preference(value: &Value) -> Result<Option<[Row; 2]>, String> {
-    match value.kind() {
-        ValueKind::None => return Ok(None),
-        ValueKind::Map => {}
-        kind => return Err(format!("the row is a {kind}; expected an object with `chosen` and `rejected`")),
-    }
-    let tools = common_fields(value)?;
-    let missing = |name: &str| format!("the row has no `{name}`, only {}\nhelp: see --on-error", keys(value));
-    let answer = |name: &str| field(value, name).ok_or_else(|| missing(name));
-    let (better, worse) = (answer(CHOSEN)?, answer(REJECTED)?);
-    if better == worse {
-        return Err(
-            "`chosen` and `rejected` are the same\nhelp: leave such rows out with --on-error skip".into()
-        );
-    }
-    let prompt = field(value, "prompt");
-    let [prompt, better, worse] = match (better.as_str(), worse.as_str()) {
-        (Some(better), Some(worse)) => match prompt {
-            Some(prompt) => [prompt, better.into(), worse.into()],
-            None => common_text(better, worse).map(Value::from),
-        },
-        (None, None) => match prompt.filter(|prompt| prompt.as_str().is_none()) {
-            Some(prompt) => [prompt, better, worse],
-            None => common_messages(&better, &worse)?,
-        },
-        _ => {
-            return Err(format!(
-                "`chosen` is a {} and `rejected` a {}; expected two strings or two lists of messages",
-                better.kind(),
-                worse.kind()
-            ));
-        }
-    };
-    let row = |completion: &Value, name: &str| {
-        let row = pair(&prompt, completion, system(value), variables(value, &tools));
-        let name = format!("`{name}`");
-        row.map_err(|reason| match reason.replace("`completion`", &name) {
-            reason if reason.starts_with(&name) => reason,
-            reason => format!("{name}: {reason}"),
-        })
-    };
-    Ok(Some([row(&better, CHOSEN)?, row(&worse, REJECTED)?]))
-}
-
-/// Splits two texts into their common beginning, without the space at its end, and the rest of each.
-fn common_text<'a>(one: &'a str, other: &'a str) -> [&'a str; 3] {
-    let same = one.chars().zip(other.chars()).take_while(|(one, other)| one == other);
-    let length = same.map(|(character, _)| character.len_utf8()).sum();
-    let prompt = one[..length].strip_suffix(' ').unwrap_or(&one[..length]);
-    [prompt, &one[prompt.len()..], &other[prompt.len()..]]
-}
-
-/// Splits two chats into the messages that they begin with, and the rest of each.
-fn common_messages(one: &Value, other: &Value) -> Result<[Value; 3], String> {
-    let [one, other] = [(one, CHOSEN), (other, REJECTED)].map(|(list, name)| messages(list, name));
-    let (mut one, mut other) = (one?, other?);
-    let same = one.iter().zip(&other).take_while(|(one, other)| one == other).count();
-    let rest = [one.split_off(same), other.split_off(same)];
-    let [better, worse] = rest.map(Value::from);
-    Ok([Value::from(one), better, worse])
 }
 
 fn chat(messages: Vec<Value>, variables: Value, prompt: usize) -> Result<Row, String> {
@@ -419,16 +357,16 @@ fn check_content(content: &Value, at: &str) -> Result<(), String> {
 }
 
 /// Reads ShareGPT's list of `from` and `value`, or a list of messages.
-fn conversations(list: &Value) -> Result<Vec<Value>, String> {
+pub(super) fn conversations(list: &Value, name: &str) -> Result<Vec<Value>, String> {
     let first = list.get_item_by_index(0).ok();
     let sharegpt = first.is_some_and(|first| first.get_attr("from").is_ok_and(|from| !from.is_undefined()));
     if !sharegpt {
-        return trained(list, "conversations");
+        return trained(list, name);
     }
     let mut converted = Vec::new();
     for (index, message) in list.try_iter().map_err(|error| error.to_string())?.enumerate() {
         let field = |name: &str| message.get_attr(name).ok().and_then(|value| value.to_str());
-        let at = format!("conversations[{index}]");
+        let at = format!("{name}[{index}]");
         let (Some(from), Some(value)) = (field("from"), field("value")) else {
             return Err(format!("`{at}` has no `from` and `value` that are strings"));
         };

@@ -183,13 +183,13 @@ pub fn template_names(config: &Map<String, Json>) -> Vec<&str> {
 fn missing(tokenizer: &str, names: &[&str]) -> String {
     if !names.is_empty() {
         return format!(
-            "--chat: the tokenizer {tokenizer} has no chat template of the name `default`, only `{}`\nhelp: name a \
+            "the tokenizer {tokenizer} has no chat template of the name `default`, only `{}`\nhelp: name a \
              file with one of them with --chat-template FILE",
             names.join("`, `")
         );
     }
     format!(
-        "--chat: the tokenizer {tokenizer} has no chat template: there is neither a {TEMPLATE_FILE} nor a \
+        "the tokenizer {tokenizer} has no chat template: there is neither a {TEMPLATE_FILE} nor a \
          `chat_template` in a {CONFIG_FILE} beside it\nhelp: name the directory of a chat model with \
          --tokenizer, or a template with --chat-template FILE"
     )

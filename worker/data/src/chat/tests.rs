@@ -668,6 +668,36 @@ fn pairs_of_answers_are_read_with_and_without_a_prompt_of_their_own() {
     let texts = ["Q: a? A:[ yes<|endoftext|>]", "Q: a? A:[ no<|endoftext|>]"].map(String::from);
     assert_eq!(pair(r#"{"chosen": "Q: a? A: yes", "rejected": "Q: a? A: no"}"#).unwrap(), texts);
     assert_eq!(pair(r#"{"prompt": "Q: a? A:", "chosen": " yes", "rejected": " no"}"#).unwrap(), texts);
+    // Whole words, also where answers begin with the same letters or one begins the other.
+    let (that, the) = (r"Q: a? A: That", r"Q: a? A: The");
+    assert_eq!(
+        pair(&format!(r#"{{"chosen": "{that}", "rejected": "{the}"}}"#)).unwrap(),
+        ["Q: a? A:[ That<|endoftext|>]", "Q: a? A:[ The<|endoftext|>]"]
+    );
+    assert_eq!(
+        pair(r#"{"chosen": "Q: a?\nyes", "rejected": "Q: a?\nyes, yes"}"#).unwrap(),
+        ["Q: a?\n[yes<|endoftext|>]", "Q: a?\n[yes, yes<|endoftext|>]"]
+    );
+    // Without spaces, as in Chinese.
+    assert_eq!(
+        pair(r#"{"chosen": "Q:a?A:yes", "rejected": "Q:a?A:no"}"#).unwrap(),
+        ["Q:a?A:[yes<|endoftext|>]", "Q:a?A:[no<|endoftext|>]"]
+    );
+    // A question beside lists that begin with the answer, or that repeat it.
+    for row in [
+        format!(r#"{{"prompt": "Hi", "chosen": [{better}], "rejected": [{worse}]}}"#),
+        format!(r#"{{"prompt": [{user}], {whole}}}"#),
+        // As in LLaMA-Factory's data.
+        r#"{"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Yo."},
+            "rejected": {"from": "gpt", "value": "No."}}"#
+            .into(),
+    ] {
+        assert_eq!(pair(&row).unwrap(), expected, "{row}");
+    }
+    // A chat that begins another one.
+    let both =
+        format!(r#"{{"chosen": [{user}, {better}], "rejected": [{user}, {better}, {user}, {worse}]}}"#);
+    assert_eq!(pair(&both).unwrap()[0], expected[0]);
     // Everything after the common messages is an answer.
     let long = format!(r#"{{"chosen": [{user}, {better}, {user}, {worse}], "rejected": [{user}, {worse}]}}"#);
     assert!(pair(&long).unwrap()[0].contains("[Yo.>]\n<user\nHi>\n<assistant\n[No.>]"));
@@ -680,7 +710,7 @@ fn pairs_that_cannot_be_compared_are_refused() {
     for (row, reason) in [
         (
             r#"{"prompt": "a", "completion": "b"}"#.into(),
-            "the row has no `chosen`, only `prompt`, `completion`",
+            "the row has no `chosen`, only `prompt`, `completion`\nhelp: name the better answer `chosen`",
         ),
         (r#"{"prompt": "a", "chosen": "b"}"#.into(), "the row has no `rejected`"),
         (
@@ -690,10 +720,19 @@ fn pairs_that_cannot_be_compared_are_refused() {
         (r#"{"prompt": "a", "chosen": "b", "rejected": ""}"#.into(), "`rejected` is empty"),
         (r#"{"chosen": "b", "rejected": ["c"]}"#.into(), "`chosen` is a string and `rejected` a sequence"),
         (r#"["b", "c"]"#.into(), "expected an object with `chosen` and `rejected`"),
-        (format!(r#"{{"chosen": [{user}], "rejected": [{user}, {user}]}}"#), "`chosen` is empty"),
+        (
+            format!(r#"{{"chosen": [{user}], "rejected": [{user}, {user}]}}"#),
+            "`chosen` and `rejected` do not begin with the same message\nhelp: begin both with the question",
+        ),
+        (
+            r#"{"question": "Who?", "chosen": "I am A.", "rejected": "I am B."}"#.into(),
+            "`question` is not read beside answers that are strings\nhelp: rename it to `prompt`",
+        ),
+        (r#"{"chosen": "yes", "rejected": "no"}"#.into(), "help: write the question as `prompt`"),
+        (r#"{"chosen": "yes", "rejected": "yesterday"}"#.into(), "help: write the question as `prompt`"),
         (
             format!(r#"{{"prompt": [{user}], "chosen": [{user}], "rejected": [{user}, {user}]}}"#),
-            "`chosen`: the chat has no message of the role `assistant`",
+            "`chosen` is empty",
         ),
         (format!(r#"{{"prompt": "a", "chosen": "b", "rejected": "{long}"}}"#), "Dropped"),
     ] {

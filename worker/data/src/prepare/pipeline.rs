@@ -15,7 +15,7 @@ use super::rows::Columns;
 use super::source::Source;
 use super::write::Writer;
 use super::{ChatOptions, Documents, Event, OnError, Options, PrepareError, Progress, parquet_rows, rows};
-use crate::chat::{CHAT_COLUMNS, ChatEncoder, MEDIA, is_loss_key};
+use crate::chat::{CHAT_COLUMNS, ChatEncoder, MEDIA, is_loss_key, is_question};
 
 /// Maximum bytes of blocks that are read but not yet written. Together with their ids, which take up to 4 times as
 /// much, this bounds the memory of a preparation.
@@ -245,8 +245,12 @@ impl Reader<'_> {
             }
             (Kind::Parquet, Input::File(path)) if path.is_file() && chats => {
                 let chat = self.options.chat.as_ref();
-                let is_more =
-                    |name: &str| is_loss_key(name) || chat.is_some_and(|chat| chat.templates.may_read(name));
+                let is_more = |name: &str| {
+                    let in_chat = |chat: &ChatOptions| {
+                        chat.templates.may_read(name) || chat.preferences && is_question(name)
+                    };
+                    is_loss_key(name) || chat.is_some_and(in_chat)
+                };
                 let rows = |_, read: &_| parquet_rows::objects(path, CHAT_COLUMNS, MEDIA, &is_more, read);
                 source.into_rows("Parquet", rows)?
             }
