@@ -63,8 +63,9 @@ fn text(report: &Report, colours: bool) -> String {
             let sample: String = sample.chars().take(240).collect();
             let _ = writeln!(out, "{}: {}", escape(&part.name), escape(&sample.replace('\n', " ")));
         }
-        for chat in &part.chats {
-            let _ = writeln!(out, "{}: {}", escape(&part.name), marked(chat, colours));
+        for (index, chat) in part.chats.iter().enumerate() {
+            let answer = if report.preferences { [", chosen", ", rejected"][index % 2] } else { "" };
+            let _ = writeln!(out, "{}{answer}: {}", escape(&part.name), marked(chat, colours));
         }
     }
     out

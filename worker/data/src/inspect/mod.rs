@@ -60,7 +60,7 @@ pub struct Part {
     pub supervised: Option<u64>,
     /// Beginnings of some documents.
     pub samples: Vec<String>,
-    /// Beginnings of some chats.
+    /// Beginnings of some chats, or of both answers of a pair, the better one first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub chats: Vec<Vec<Run>>,
     /// True if the contents match the hashes of a manifest. `None` if there is no manifest.
@@ -113,6 +113,9 @@ fn directory(dir: &Path) -> Result<Report, PrepareError> {
             None => Documents::of(&tokenizer).unless(manifest.chat.is_some()),
         };
         let mut scan = Scan::new(Some(&tokenizer), documents, Some(split.documents));
+        if manifest.has_preferences() {
+            scan.sample_pair();
+        }
         for shard in &split.shards {
             scan_shard(dir, shard, &manifest, &mut scan)?;
         }

@@ -78,6 +78,11 @@ impl<'a> Scan<'a> {
         }
     }
 
+    /// Takes the first two documents as samples.
+    pub(super) fn sample_pair(&mut self) {
+        self.sample_at = [0, 1];
+    }
+
     pub(super) fn highest(&self) -> Option<u32> {
         self.highest
     }

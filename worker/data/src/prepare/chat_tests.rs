@@ -7,8 +7,8 @@ use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::parser::parse_message_type;
 
 use super::*;
-use crate::inspect;
 use crate::manifest::Split;
+use crate::{Run, inspect};
 
 const TEMPLATE: &str = "{% for m in messages %}{{ m.role + ':' + m.content + '\\n' }}{% endfor %}\
                         {% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}";
@@ -102,7 +102,7 @@ fn template_that_was_edited_after_the_preparation_is_refused() {
     let error = manifest.check_template(dir).unwrap_err().to_string();
     let expected = format!("{} is damaged: the data was prepared with another chat template", file.display());
     assert_eq!(error, expected);
-    assert!(crate::inspect::inspect(dir).unwrap_err().to_string().contains(&expected));
+    assert!(inspect(dir).unwrap_err().to_string().contains(&expected));
     fs_err::remove_file(&file).unwrap();
     manifest.check_template(dir).unwrap();
 }
@@ -488,6 +488,9 @@ fn pairs_stay_together_and_older_programs_refuse_them() {
     }
     let report = inspect(prepared.out()).unwrap();
     assert!(report.preferences && report.parts[0].documents == Some(manifest.train.documents));
+    let shown = |chat: &Vec<Run>| chat.iter().map(|run| run.text.to_uppercase()).collect::<String>();
+    let texts: Vec<String> = prepared.texts(&manifest.train).iter().map(|text| text.to_uppercase()).collect();
+    assert_eq!(report.parts[0].chats.iter().map(shown).collect::<Vec<_>>(), texts[..2]);
     // Half of a pair is missing.
     let path = prepared.out().join(Manifest::FILE);
     let mut value = serde_json::to_value(&manifest).unwrap();
