@@ -69,7 +69,7 @@ def ours(xlaunch, folder, lora):
         return xlaunch.run(name, init, f'train = ["{data}"]', keys, section, seq=SEQ)[1]
 
     run(f"{folder.name}-rows", 1, 1)
-    rows = re.search(r"packed into (\d+) sequences", xlaunch.stderr)[1]
+    rows = re.search(r"packed into (\d+) sequence", xlaunch.stderr)[1]
     here = run(f"{folder.name}-job", STEPS, rows)
     lines = [json.loads(line) for line in (here / "runs/train/latest/metrics.jsonl").read_text().splitlines()]
     names = ("train/loss", "preferences/accuracy", "preferences/margin")

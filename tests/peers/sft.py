@@ -89,7 +89,7 @@ def ours(xlaunch, folder, chats, lora):
         return xlaunch.run(name, init, f'train = ["{data}"]\ndocuments = "packed"', keys, section, seq=SEQ)[0]
 
     run(f"{folder.name}-rows", 1, 1)
-    rows = re.search(r"packed into (\d+) sequences", xlaunch.stderr)[1]
+    rows = re.search(r"packed into (\d+) sequence", xlaunch.stderr)[1]
     return run(f"{folder.name}-job", STEPS, rows)
 
 

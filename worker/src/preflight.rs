@@ -11,6 +11,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::{DataSection, DataSource, Invalid, JobSpec, TrainSection};
 use xlaunch_spec::lineage::Fingerprint;
 use xlaunch_spec::model::{ModelSection, ModelShape};
+use xlaunch_spec::quantities::counted;
 use xlaunch_spec::refusal::Refusal;
 
 use crate::checkpoint::directory;
@@ -260,7 +261,10 @@ fn check_data(spec: &JobSpec, world: u32) -> Result<(Preflight, Planned), Refusa
     let held_out = dataset.val.iter().flat_map(|val| val.rows.sources());
     let too_long = held_out.filter_map(|source| source.plan.packing()?.too_long).sum::<u64>();
     if too_long > 0 {
-        ready.notes.push(format!("held-out data: {too_long} pairs longer than model.seq were left out"));
+        ready.notes.push(format!(
+            "left out of the held-out data: {} longer than model.seq",
+            counted(too_long, "pair")
+        ));
     }
     if dataset.val.is_empty() && spec.train.eval_every != 0 {
         let shorter = "evaluation is off: the held-out data is shorter than one sequence";

@@ -131,6 +131,11 @@ pub fn shortage_texts(needed: u64, present: u64) -> [String; 2] {
     if texts[0] == texts[1] { [needed, present].map(|bytes| format!("{bytes} bytes")) } else { texts }
 }
 
+/// Formats a count with its noun, such as `1 row` or `2 rows`. The plural of the noun ends with `s`.
+pub fn counted(count: u64, noun: &str) -> String {
+    if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
+}
+
 /// Formats a number with three significant digits, such as `812`, `46.1K` or `1.38M`.
 pub fn count_text(value: f64) -> String {
     let (value, unit) = match value {
@@ -182,6 +187,11 @@ pub fn ranks_text(ranks: impl IntoIterator<Item: Borrow<u32>>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_of_a_kind_is_singular() {
+        assert_eq!([0, 1, 2].map(|count| counted(count, "row")), ["0 rows", "1 row", "2 rows"]);
+    }
 
     #[test]
     fn lists_of_ranks_are_compressed_to_ranges() {

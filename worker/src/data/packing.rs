@@ -10,6 +10,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
+use xlaunch_spec::quantities::counted;
+
 use super::order::permute;
 use crate::random::mix;
 
@@ -43,20 +45,17 @@ pub struct PackingSummary {
 impl fmt::Display for PackingSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rows, documents, split, left_out, too_long, padding } = self;
-        let what = if too_long.is_some() { "pairs of answers" } else { "documents" };
-        write!(
-            f,
-            "{documents} {what} packed into {rows} sequences per epoch, {:.1} % padding",
-            100.0 * padding
-        )?;
+        let documents = counted(*documents, if too_long.is_some() { "pair" } else { "document" });
+        let rows = counted(*rows, "sequence");
+        write!(f, "{documents} packed into {rows} per epoch, {:.1} % padding", 100.0 * padding)?;
         if let Some(count @ 1..) = too_long {
-            write!(f, "; {count} longer than model.seq were left out")?;
+            write!(f, "; left out: {} longer than model.seq", counted(*count, "pair"))?;
         }
         if *split > 0 {
-            write!(f, "; {split} longer than model.seq were split")?;
+            write!(f, "; split: {} longer than model.seq", counted(*split, "document"))?;
         }
         if *left_out > 0 {
-            write!(f, "; {left_out} documents or parts without a token to learn were left out")?;
+            write!(f, "; left out: {} without a token to learn", counted(*left_out, "part"))?;
         }
         Ok(())
     }
@@ -311,8 +310,8 @@ mod tests {
         let found: Vec<_> = rows(&packing, 0).concat().iter().map(|piece| (piece.start, piece.len)).collect();
         assert_eq!(found, [(0, 4), (15, 10)]);
         let summary = packing.summary().to_string();
-        assert!(summary.starts_with("2 pairs of answers packed into 2 sequences"), "{summary}");
-        assert!(summary.ends_with("; 1 longer than model.seq were left out"), "{summary}");
+        assert!(summary.starts_with("2 pairs packed into 2 sequences per epoch"), "{summary}");
+        assert!(summary.ends_with("; left out: 1 pair longer than model.seq"), "{summary}");
     }
 
     #[test]

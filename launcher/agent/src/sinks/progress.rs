@@ -10,7 +10,7 @@ use xlaunch_proto::v1::{
     CheckpointFailed, CheckpointNotDeleted, CheckpointSkipped, EvalReport, SampleReport, StepReport,
     TrainStarted,
 };
-use xlaunch_spec::quantities::{count_text, rough_time_text};
+use xlaunch_spec::quantities::{count_text, counted, rough_time_text};
 
 use super::{RankReport, ReportSink};
 use crate::stderr::print_line;
@@ -183,14 +183,12 @@ impl Progress {
 
     fn eval(&mut self, eval: &EvalReport) {
         let bits = eval.bits_per_byte.map_or_else(String::new, |bits| format!("  {bits:.4} bits per byte"));
-        let right = eval.preference_accuracy;
-        let order =
-            right.map_or_else(String::new, |share| format!("  {:.1} % of pairs in order", 100.0 * share));
+        let order = in_order(eval).map_or_else(String::new, |order| format!("  {order}"));
         let by_source: String =
             eval.losses.iter().map(|it| format!("  {} {:.4}", it.name, it.loss)).collect();
         let EvalReport { step, loss, tokens, .. } = eval;
-        let unit = if right.is_some() { "pairs" } else { "tokens" };
-        self.print(&format!("step {step}  val loss {loss:.4}{bits}{order}{by_source} ({tokens} {unit})"));
+        let size = counted(*tokens, if order.is_empty() { "token" } else { "pair" });
+        self.print(&format!("step {step}  val loss {loss:.4}{bits}{order}{by_source} ({size})"));
         if let Some(reason) = early_stop(eval) {
             self.print(&format!("xlaunch: stopping early: {reason}"));
             self.total = eval.step;
@@ -226,8 +224,9 @@ fn job_line(started: &TrainStarted) -> String {
     let tokens = *total_tokens as f64;
     let epochs = tokens / (*train_tokens).max(1) as f64;
     format!(
-        "xlaunch: {} parameters, {total_steps} steps of {} tokens: {} tokens, {epochs:.2} epochs of {}{}",
+        "xlaunch: {} parameters, {} of {} tokens: {} tokens, {epochs:.2} epochs of {}{}",
         count_text(*parameters as f64),
+        counted(*total_steps, "step"),
         count_text(*tokens_per_step as f64),
         count_text(tokens),
         count_text(*train_tokens as f64),
@@ -236,6 +235,11 @@ fn job_line(started: &TrainStarted) -> String {
             what => format!("; {what} sharded"),
         }
     )
+}
+
+/// Returns how many pairs of answers an evaluation has found in order; `None` if it compared none.
+pub(crate) fn in_order(eval: &EvalReport) -> Option<String> {
+    eval.preference_accuracy.map(|share| format!("{:.1} % of pairs in order", 100.0 * share))
 }
 
 /// Returns the reason if training ends early with this evaluation.

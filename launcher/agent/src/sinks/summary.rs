@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Accounting, EvalReport, SourceReport, StepReport, TrainStarted};
-use xlaunch_spec::quantities::{count_text, rough_time_text};
+use xlaunch_spec::quantities::{count_text, counted, rough_time_text};
 
 use super::RankReport;
-use super::progress::early_stop;
+use super::progress::{early_stop, in_order};
 
 /// Values collected from the reports of a run. All except `replica_difference` are from rank 0.
 #[derive(Debug, Default)]
@@ -104,7 +104,7 @@ impl Summary {
         if let Some(started) = &self.started {
             #[expect(clippy::cast_precision_loss, reason = "shown to people")]
             let parameters = count_text(started.parameters as f64);
-            let ranks = if world == 1 { "1 rank".into() } else { format!("{world} ranks") };
+            let ranks = counted(world.into(), "rank");
             line(
                 "model",
                 format!("{parameters} parameters, {}, {ranks} on {}", started.precision, started.device_name),
@@ -120,9 +120,7 @@ impl Summary {
             if let Some(eval) = &self.eval {
                 let bits =
                     eval.bits_per_byte.map_or_else(String::new, |bits| format!(", {bits:.4} bits per byte"));
-                let order = eval.preference_accuracy;
-                let order = order
-                    .map_or_else(String::new, |share| format!(", {:.1} % of pairs in order", 100.0 * share));
+                let order = in_order(eval).map_or_else(String::new, |order| format!(", {order}"));
                 let best = eval.best.map_or_else(String::new, |best| {
                     format!(", best {:.4} at step {}", best.loss, best.step)
                 });

@@ -2,7 +2,7 @@
 //! Pure.
 
 use xlaunch_proto::v1::{DrainRequest, UpdateRequest};
-use xlaunch_spec::quantities::bytes_text;
+use xlaunch_spec::quantities::{bytes_text, counted};
 
 use super::{End, Entry, Hold, Jobs, Phase, Record, Submitted, bounded};
 use crate::commands::CommandError;
@@ -196,12 +196,11 @@ fn fits_on_node(wanted: &Submitted, rules: &AdmissionRules<'_>) -> Result<(), Co
         )))
     };
     if wanted.gpus > rules.gpus {
-        let gpus = if wanted.gpus == 1 { "GPU" } else { "GPUs" };
-        return too_large(format!("{} {gpus}", wanted.gpus), rules.gpus.to_string(), "");
+        return too_large(counted(wanted.gpus.into(), "GPU"), rules.gpus.to_string(), "");
     }
     let cpus = wanted.scheduling.cpus.unwrap_or(0);
     if cpus > rules.cores {
-        return too_large(format!("{cpus} CPUs"), rules.cores.to_string(), "");
+        return too_large(counted(cpus.into(), "CPU"), rules.cores.to_string(), "");
     }
     let workers = wanted.scheduling.cpus.unwrap_or(wanted.workers);
     if wanted.gpus == 0 && workers > rules.cpu_workers {
