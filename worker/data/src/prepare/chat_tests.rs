@@ -177,6 +177,8 @@ fn fields_of_a_table_are_those_of_a_chat() {
     prepared.options.on_error = OnError::Skip;
     let (manifest, _) = prepared.run().unwrap();
     assert_eq!(prepared.texts(&manifest.train), ["user:a, 'b'\nassistant:C\nD\n"]);
+    let python = Prepared::new("a.csv", "messages\n[{'role': 'user'}]\n").run().unwrap_err().to_string();
+    assert!(python.contains("a.csv: row 1: `messages` is not JSON: "), "{python}");
     let twice = Prepared::new("a.csv", "messages,messages\na,b\n").run().unwrap_err().to_string();
     assert!(twice.contains("there is more than one column `messages`"), "{twice}");
 }

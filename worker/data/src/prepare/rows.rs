@@ -230,10 +230,24 @@ pub(super) fn separated(
             Some(Some(text)) => quote(text, line),
             // An object without the field, so it causes an error for this line.
             Some(None) => line.extend_from_slice(b"{}"),
-            None => object(&names, &record, line),
+            None => match lists_are_json(&names, &record) {
+                Ok(()) => object(&names, &record, line),
+                Err(reason) => line.extend_from_slice(format!("{REFUSED}{reason}").as_bytes()),
+            },
         }
         Ok(true)
     }))
+}
+
+/// Requires that lists of messages are JSON. Python's `str` of a list, for example, is not.
+fn lists_are_json(names: &[String], record: &ByteRecord) -> Result<(), String> {
+    let lists = names.iter().zip(record).filter(|(name, _)| LISTS.contains(&name.as_str()));
+    for (name, text) in lists.filter(|(_, text)| !text.is_empty()) {
+        serde_json::from_slice::<IgnoredAny>(text).map_err(|error| {
+            format!("`{name}` is not JSON: {error}; Python writes rows with lists to JSONL or Parquet")
+        })?;
+    }
+    Ok(())
 }
 
 /// Encodes the fields of a row that are not empty as a JSON object. Lists of messages are JSON themselves.
@@ -245,7 +259,7 @@ fn object(names: &[String], record: &ByteRecord, out: &mut Vec<u8>) {
         }
         quote(name.as_bytes(), out);
         out.push(b':');
-        if LISTS.contains(&name.as_str()) && serde_json::from_slice::<IgnoredAny>(text).is_ok() {
+        if LISTS.contains(&name.as_str()) {
             // Line feeds are only between values of valid JSON.
             out.extend(text.iter().map(|byte| if *byte == b'\n' { b' ' } else { *byte }));
         } else {
