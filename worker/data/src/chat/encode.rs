@@ -30,7 +30,8 @@ const THOUGHT: &str = "7t5";
 #[derive(Clone, Debug)]
 pub(crate) struct ChatEncoder {
     tokenizer: Tokenizer,
-    default: Format,
+    /// The reason if there is none.
+    default: Result<Format, String>,
     with_tools: Option<Format>,
     max_tokens: Option<usize>,
     /// True if each row has a better and a worse answer.
@@ -96,7 +97,7 @@ impl ChatEncoder {
         let added = tokenizer.added_tokens().into_iter();
         let endings: Vec<String> = added.filter(|token| !token.trim().is_empty()).map(String::from).collect();
         let format = |template| Format::of(template, &endings);
-        let (default, with_tools) = (format(default), with_tools.map(format));
+        let (default, with_tools) = (default.map(format).map_err(Clone::clone), with_tools.map(format));
         let special = endings.iter().filter_map(|token| tokenizer.added_id(token)).collect();
         let mut without_id = templates.tokens.clone();
         // Every text contains the empty one, by which some configurations say that there is no such token.
@@ -182,11 +183,8 @@ impl ChatEncoder {
 
     /// Encodes a chat. If it is too long, leaves out turns at its end.
     fn chat(&self, chat: &Chat) -> Result<Outcome, String> {
-        let format = self
-            .with_tools
-            .as_ref()
-            .filter(|_| field(&chat.variables, TOOLS).is_some())
-            .unwrap_or(&self.default);
+        let with_tools = self.with_tools.as_ref().filter(|_| field(&chat.variables, TOOLS).is_some());
+        let format = with_tools.map_or_else(|| self.default.as_ref().map_err(Clone::clone), Ok)?;
         let messages = format.template.adapted(&chat.messages)?;
         let loses_thoughts = !format.writes_thoughts && messages.iter().any(has_thoughts);
         let beginning = |count: usize| self.beginning(format, &messages[..count], chat);

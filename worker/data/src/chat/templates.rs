@@ -25,7 +25,8 @@ const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 /// The templates of a tokenizer.
 #[derive(Clone, Debug)]
 pub struct Templates {
-    default: Template,
+    /// The reason if there is none: only rows of texts can be written then.
+    default: Result<Template, String>,
     /// Template of chats with tools, if they have another one.
     with_tools: Option<Template>,
     /// Tokens that the files of the tokenizer declare.
@@ -36,8 +37,10 @@ pub struct Templates {
     pub(crate) copies: Vec<(&'static str, String)>,
 }
 
-/// Takes the place of the default template of a tokenizer that has only one for chats with tools.
-const ONLY_WITH_TOOLS: &str =
+/// Reason why a tokenizer that has only a template for chats with tools writes no others.
+const ONLY_WITH_TOOLS: &str = "there is no template `default`, and `tool_use` is for chats with `tools`";
+/// Takes the place of a missing default template in the hash.
+const NO_DEFAULT: &str =
     "{{ raise_exception('there is no template `default`, and `tool_use` is for chats with `tools`') }}";
 
 /// The text of templates.
@@ -82,20 +85,19 @@ impl Templates {
                 config_text = Some(Json::from(config.clone()).to_string());
             }
         }
-        let default = match sources.default {
-            Some(default) => default,
-            None if sources.with_tools.is_some() => ONLY_WITH_TOOLS.into(),
-            None => return Err(missing(tokenizer, &template_names(&config))),
-        };
         let tokens = || template_tokens(&config, &special);
         let mut copies = Vec::new();
         copies.extend(config_text.map(|text| (CONFIG_FILE, text)));
         // A list of templates is part of the configuration.
-        if sources.with_tools.is_none() {
+        if let (Some(default), None) = (&sources.default, &sources.with_tools) {
             copies.push((TEMPLATE_FILE, default.clone()));
         }
+        let default = match sources.default {
+            Some(default) => Ok(Template::new(&default, tokens())?),
+            None if sources.with_tools.is_some() => Err(ONLY_WITH_TOOLS.into()),
+            None => Err(missing(tokenizer, &template_names(&config))),
+        };
         let with_tools = sources.with_tools.map(|source| Template::new(&source, tokens())).transpose()?;
-        let default = Template::new(&default, tokens())?;
         let files = dir.as_deref().map(Files::read).transpose().map_err(|error| error.to_string())?;
         let declared = files.iter().flat_map(Files::added_tokens).map(|token| token.content).collect();
         Ok(Self { default, with_tools, tokens: declared, hash, copies })
@@ -112,12 +114,12 @@ impl Templates {
 
     /// Returns whether a template may read a variable of this name.
     pub(crate) fn may_read(&self, name: &str) -> bool {
-        [Some(&self.default), self.with_tools.as_ref()].into_iter().flatten().any(|each| each.has_word(name))
+        self.default.iter().chain(&self.with_tools).any(|each| each.has_word(name))
     }
 
-    /// Returns the template of chats without tools, and of those with them.
-    pub(crate) fn both(&self) -> (&Template, Option<&Template>) {
-        (&self.default, self.with_tools.as_ref())
+    /// Returns the template of chats without tools, or the reason why there is none, and of those with them.
+    pub(crate) fn both(&self) -> (Result<&Template, &String>, Option<&Template>) {
+        (self.default.as_ref(), self.with_tools.as_ref())
     }
 }
 
@@ -138,7 +140,7 @@ impl Sources {
     }
 
     fn hash(&self) -> String {
-        let mut hashed = self.default.clone().unwrap_or_else(|| ONLY_WITH_TOOLS.into());
+        let mut hashed = self.default.clone().unwrap_or_else(|| NO_DEFAULT.into());
         if let Some(other) = &self.with_tools {
             hashed.extend(["\0", other.as_str()]);
         }
@@ -260,7 +262,7 @@ mod tests {
         let found = Templates::find(&dir.path().display().to_string(), None).unwrap();
         let none = Value::from(());
         let (default, with_tools) = found.both();
-        assert_eq!(default.render(&none, &none, false).unwrap(), "plain");
+        assert_eq!(default.unwrap().render(&none, &none, false).unwrap(), "plain");
         assert_eq!(with_tools.unwrap().render(&none, &none, false).unwrap(), "tools");
         // Both travel with the data.
         let [(CONFIG_FILE, config)] = &found.copies[..] else { panic!("{:?}", found.copies) };
@@ -275,15 +277,12 @@ mod tests {
                 let bare = tempfile::tempdir().unwrap();
                 let config = json!({ "chat_template": named });
                 fs_err::write(bare.path().join(CONFIG_FILE), config.to_string()).unwrap();
-                let found = Templates::find(&bare.path().display().to_string(), None);
-                let error = if name == "tool_use" {
-                    let found = found.unwrap();
-                    assert_eq!(found.both().1.unwrap().render(&none, &none, false).unwrap(), "tools");
-                    assert_eq!(found.copies.len(), 1);
-                    found.both().0.render(&none, &none, false).unwrap_err()
-                } else {
-                    found.unwrap_err()
-                };
+                let found = Templates::find(&bare.path().display().to_string(), None).unwrap();
+                let (default, with_tools) = found.both();
+                let with_tools = with_tools.map(|template| template.render(&none, &none, false).unwrap());
+                assert_eq!(with_tools.as_deref(), (name == "tool_use").then_some("tools"));
+                assert_eq!(found.copies.len(), 1);
+                let error = default.unwrap_err();
                 assert!(error.contains("`default`") && error.contains(&format!("`{name}`")), "{error}");
             }
         }
@@ -300,7 +299,7 @@ mod tests {
             let none = Value::from(());
             let text = |template: &Template| template.render(&none, &none, false).unwrap();
             let (default, with_tools) = found.both();
-            (text(default), with_tools.map(text))
+            (text(default.unwrap()), with_tools.map(text))
         };
         let plain = |text: &str| (text.to_owned(), None);
         let named = |name: &str, template: &str| json!({ "name": name, "template": template });

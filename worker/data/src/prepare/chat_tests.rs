@@ -168,6 +168,22 @@ fn any_number_of_threads_and_any_input_gives_the_same_chats() {
 }
 
 #[test]
+fn texts_need_no_template_and_chats_do() {
+    let rows = "{\"prompt\": \"a\", \"completion\": \" b\"}\n{\"text\": \"c\"}\n";
+    let mut prepared = Prepared::new("a.jsonl", rows);
+    prepared.options.tokenizer = Tokenizer::gpt2();
+    prepared.options.chat.as_mut().unwrap().templates = Templates::find("gpt2", None).unwrap();
+    let (manifest, _) = prepared.run().unwrap();
+    assert_eq!((manifest.train.documents, manifest.train.supervised), (2, Some(3)));
+    assert!(!prepared.files().contains_key("chat_template.jinja"));
+    manifest.check_template(prepared.out()).unwrap();
+    let mut chats = Prepared::new("a.jsonl", chat("a", "b"));
+    chats.options.chat = prepared.options.chat.clone();
+    let error = chats.run().unwrap_err().to_string();
+    assert!(error.contains("a.jsonl:1: the tokenizer gpt2 has no chat template"), "{error}");
+}
+
+#[test]
 fn fields_of_a_table_are_those_of_a_chat() {
     let messages = r#"[{"role": "user", "content": "a, 'b'"}, {"role": "assistant", "content": "c\nd"}]"#;
     let rows = format!("id,messages,tools\n1,\"{}\",\n2,,\n", messages.replace('"', "\"\""));
