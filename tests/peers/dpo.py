@@ -20,6 +20,8 @@ from model_families import run_comparison
 from sft import LR, RANK, SEQ, STEPS, adapter, make, silence_libraries
 
 PAIRS, BETA = 8, 0.2
+# The learning rate of all weights. With LR, the loss may rise again, and then no two programs agree.
+SLOW = LR / 3
 
 
 class Recorder(DPOTrainer):
@@ -46,7 +48,7 @@ def theirs(folder, lora):
     model = adapter(folder / "adapter", model) if lora else model
     settings = DPOConfig(
         output_dir=str(folder / "out"), max_steps=STEPS, per_device_train_batch_size=PAIRS, max_length=SEQ, beta=BETA,
-        learning_rate=LR, lr_scheduler_type="constant", weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0,
+        learning_rate=LR if lora else SLOW, lr_scheduler_type="constant", weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0,
         use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", report_to=[], disable_tqdm=True,
         logging_steps=STEPS + 1, seed=0,
     )
@@ -64,7 +66,7 @@ def ours(xlaunch, folder, lora):
     section += f'[lora]\nrank = {RANK}\nalpha = 8\ntargets = "all-linear"' if lora else ""
 
     def run(name, steps, batch):
-        keys = f"steps = {steps}\nbatch = {batch}\nlr = {LR}\nclip = 1\nweight_decay = 0.1"
+        keys = f"steps = {steps}\nbatch = {batch}\nlr = {LR if lora else SLOW}\nclip = 1\nweight_decay = 0.1"
         init = folder / "adapter" if lora else folder
         return xlaunch.run(name, init, f'train = ["{data}"]', keys, section, seq=SEQ)[1]
 
