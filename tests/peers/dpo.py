@@ -49,8 +49,8 @@ def theirs(folder, lora):
     settings = DPOConfig(
         output_dir=str(folder / "out"), max_steps=STEPS, per_device_train_batch_size=PAIRS, max_length=SEQ, beta=BETA,
         learning_rate=LR if lora else SLOW, lr_scheduler_type="constant", weight_decay=0.1, adam_beta2=0.95,
-        max_grad_norm=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", report_to=[], disable_tqdm=True,
-        logging_steps=STEPS + 1, seed=0,
+        max_grad_norm=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", report_to=[],
+        disable_tqdm=True, logging_steps=STEPS + 1, seed=0,
     )
     trainer = Recorder(model=model, args=settings, train_dataset=datasets.Dataset.from_list(list(pairs())),
                        processing_class=AutoTokenizer.from_pretrained(folder))
