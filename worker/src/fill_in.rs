@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use xlaunch_data::walk::WILDCARDS;
 use xlaunch_spec::job::{DataSource, Invalid, JobSpec};
 
 use crate::data::{DataError, Prepared};
@@ -54,9 +55,8 @@ pub fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
         others.iter().try_for_each(|other| first.check_matches(other))?;
     }
     if spec.dpo.is_on() && !prepared.iter().any(Prepared::has_preferences) {
-        let is_missing = |source: &&DataSource| {
-            !source.path.contains(['*', '?', '[']) && !Path::new(&source.path).exists()
-        };
+        let is_missing =
+            |source: &&DataSource| !source.path.contains(WILDCARDS) && !Path::new(&source.path).exists();
         if let Some(DataSource { path, .. }) = spec.data.train.iter().find(is_missing) {
             return Err(DataError::NoFiles { key: "data.train", patterns: path.clone() }.into());
         }

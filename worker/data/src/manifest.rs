@@ -174,6 +174,14 @@ impl Manifest {
         Self::parse(&path, &json)
     }
 
+    /// Reads the manifest of `dir` like [`read`](Self::read), and checks that the chat template there is the one that
+    /// the data was prepared with: models that are trained on the data are exported with it.
+    pub fn open(dir: &Path) -> Result<Self, ManifestError> {
+        let manifest = Self::read(dir)?;
+        manifest.check_template(dir)?;
+        Ok(manifest)
+    }
+
     /// Parses and checks the contents of `path`.
     pub fn parse(path: &Path, json: &[u8]) -> Result<Self, ManifestError> {
         let damaged = |reason: String| ManifestError::Damaged { path: path.into(), reason };
@@ -222,9 +230,8 @@ impl Manifest {
         Ok(tokenizer.with_end_of_text(self.end_of_text))
     }
 
-    /// Checks that the chat template in `dir`, the directory of this manifest, is the one that the data was prepared
-    /// with: models that are trained on the data are exported with it.
-    pub fn check_template(&self, dir: &Path) -> Result<(), ManifestError> {
+    /// Checks the chat template in `dir`, the directory of this manifest.
+    pub(crate) fn check_template(&self, dir: &Path) -> Result<(), ManifestError> {
         let Some(chat) = &self.chat else { return Ok(()) };
         let damaged = |name: &str, reason| ManifestError::Damaged { path: dir.join(name), reason };
         match Templates::hash_in(dir).map_err(|reason| damaged(CONFIG_FILE, reason))? {

@@ -91,17 +91,18 @@ impl DirectoryLock for Lock {
     }
 }
 
-/// What a rank sees of the lock of its own job, which the agent holds. A rank may write to a directory whose lock it
-/// has seen, or to one without a lock: it is about to create that, and the agent locks it before a checkpoint is
+/// A rank's view of the lock of its own job, which the agent holds. A rank may write to a directory whose lock it has
+/// seen, or to one without a lock: the rank creates such a directory, and the agent locks it before a checkpoint is
 /// committed.
 #[derive(Debug)]
 pub(super) struct OwnLock {
     dir: PathBuf,
-    seen: Option<Contents>,
+    seen: Option<Seen>,
 }
 
 #[derive(Debug)]
-struct Contents {
+struct Seen {
+    /// Device and inode.
     file: (u64, u64),
     holder: Vec<u8>,
 }
@@ -109,12 +110,12 @@ struct Contents {
 impl OwnLock {
     /// Looks at the lock of a directory. Call this when the agent has locked it.
     pub(super) fn look(dir: &Path) -> Self {
-        Self { dir: dir.into(), seen: Contents::read(dir) }
+        Self { dir: dir.into(), seen: Seen::read(dir) }
     }
 
     /// Requires that no other job has locked the directory, which is possible after it was moved or removed.
     pub(super) fn check(&mut self) -> io::Result<()> {
-        let Some(found) = Contents::read(&self.dir) else { return Ok(()) };
+        let Some(found) = Seen::read(&self.dir) else { return Ok(()) };
         if self.seen.as_ref().is_some_and(|seen| seen.file != found.file && seen.holder != found.holder) {
             let holder = String::from_utf8_lossy(&found.holder).trim().to_owned();
             return Err(io::Error::other(LockError::Held { path: self.dir.clone(), holder }));
@@ -124,7 +125,7 @@ impl OwnLock {
     }
 }
 
-impl Contents {
+impl Seen {
     fn read(dir: &Path) -> Option<Self> {
         let file = File::open(dir.join(NAME)).ok()?;
         let id = file_id(&file.metadata().ok()?);

@@ -58,8 +58,7 @@ impl Prepared {
 
     /// Opens a prepared directory.
     pub(crate) fn open(key: &'static str, dir: &str, weight: f64) -> Result<Self, DataError> {
-        let manifest = Manifest::read(Path::new(dir))
-            .and_then(|manifest| manifest.check_template(Path::new(dir)).map(|()| manifest));
+        let manifest = Manifest::open(Path::new(dir));
         let manifest = manifest.map_err(|source| match source {
             ManifestError::ReplacementInterrupted { .. } => DataError::ReplacementInterrupted { key, source },
             _ => DataError::NotPrepared { key, source },

@@ -143,7 +143,7 @@ impl Terminal {
     pub fn grant_next(&mut self) -> io::Result<()> {
         if let Some(grant) = &mut self.grant {
             let worker = grant.worker.as_raw_pid().cast_unsigned();
-            // A shell with job control would otherwise be stopped whenever one of its jobs has the terminal.
+            // It would not be stopped when it reads without the terminal, and so never ask again.
             if ignores(worker, Signal::TTOU) {
                 (grant.has_job_control, grant.until) = (true, Instant::now() + MAX_GRANT);
                 self.relays.remove(&worker);

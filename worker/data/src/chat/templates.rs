@@ -39,9 +39,6 @@ pub struct Templates {
 
 /// Reason why a tokenizer that has only a template for chats with tools writes no others.
 const ONLY_WITH_TOOLS: &str = "there is no template `default`, and `tool_use` is for chats with `tools`";
-/// Takes the place of a missing default template in the hash.
-const NO_DEFAULT: &str =
-    "{{ raise_exception('there is no template `default`, and `tool_use` is for chats with `tools`') }}";
 
 /// The text of templates.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -140,7 +137,9 @@ impl Sources {
     }
 
     fn hash(&self) -> String {
-        let mut hashed = self.default.clone().unwrap_or_else(|| NO_DEFAULT.into());
+        // Earlier versions put a template that raises an exception in the place of a missing one.
+        let no_default = || format!("{{{{ raise_exception('{ONLY_WITH_TOOLS}') }}}}");
+        let mut hashed = self.default.clone().unwrap_or_else(no_default);
         if let Some(other) = &self.with_tools {
             hashed.extend(["\0", other.as_str()]);
         }

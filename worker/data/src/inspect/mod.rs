@@ -96,9 +96,7 @@ pub fn inspect(path: &Path) -> Result<Report, PrepareError> {
 }
 
 fn directory(dir: &Path) -> Result<Report, PrepareError> {
-    let manifest = Manifest::read(dir);
-    let manifest = manifest.and_then(|manifest| manifest.check_template(dir).map(|()| manifest));
-    let manifest = manifest.map_err(|error| match error {
+    let manifest = Manifest::open(dir).map_err(|error| match error {
         ManifestError::Missing { .. }
         | ManifestError::ReplacementInterrupted { .. }
         | ManifestError::Read { .. } => PrepareError::Usage(error.to_string()),

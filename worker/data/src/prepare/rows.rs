@@ -171,7 +171,7 @@ impl<R: Read> Read for Ending<R> {
     }
 }
 
-/// What a line has of a row of a table.
+/// The part of a table's row that becomes a line.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Columns<'a> {
     /// The string in the column of this name.
