@@ -27,6 +27,7 @@ impl Sshd {
             keygen.args(["-q", "-t", "ed25519", "-N", "", "-C", "test", "-f"]).arg(dir.join(key));
             assert!(keygen.status().expect("run ssh-keygen").success(), "ssh-keygen failed");
         }
+        std::fs::create_dir(dir.join("home")).expect("create a directory");
         let config = dir.join("config");
         std::fs::write(&config, client_config(&dir)).expect("write the client's configuration");
         let server_config = dir.join("sshd_config");
@@ -66,13 +67,15 @@ fn client_config(dir: &Path) -> String {
 }
 
 fn server_config(dir: &Path) -> String {
-    // The variables are those that a session manager would set.
+    // Start files of the real home directory may print, or fail when sessions run them at once. The other variables
+    // are those that a session manager would set.
     format!(
         "HostKey {}\nAuthorizedKeysFile {}\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n\
         KbdInteractiveAuthentication no\nPermitRootLogin yes\nPidFile none\nUseDNS no\n\
-        SetEnv XDG_RUNTIME_DIR=/run/user/0 TMPDIR=/run/tmp\n",
+        SetEnv HOME={} XDG_RUNTIME_DIR=/run/user/0 TMPDIR=/run/tmp\n",
         dir.join("host_key").display(),
-        dir.join("id.pub").display()
+        dir.join("id.pub").display(),
+        dir.join("home").display()
     )
 }
 
