@@ -7,7 +7,8 @@
 
 use minijinja::value::{Value, ValueKind};
 
-use super::row::{ASSISTANT, has_role};
+use super::ASSISTANT;
+use super::row::has_role;
 
 /// Text that a template writes as it is: it has neither letters nor white space.
 const MARK: &str = "7351902846";

@@ -6,10 +6,11 @@ use std::ops::Range;
 use minijinja::value::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::ASSISTANT;
 use super::content::probe;
 use super::json::field;
 use super::preference::parse_preference;
-use super::row::{ASSISTANT, CHOSEN, Chat, REJECTED, Row, THOUGHTS, TOOLS, has_role, has_thoughts, parse};
+use super::row::{CHOSEN, Chat, REJECTED, Row, THOUGHTS, TOOLS, has_role, has_thoughts, parse};
 use super::spans::{self, Endings};
 use super::template::{LeftOut, Marked, Template};
 use super::templates::Templates;

@@ -4,7 +4,7 @@
 //! row of JSON --row--> messages --template--> text, spans of the assistant --encode--> ids, mask
 //!                                  \--> beginnings of the text --spans--/
 //! ```
-//! - `row` reads rows, and `weights` refuses those with weights that are not read;
+//! - `row` reads rows, with `alpaca` those of its form, and `weights` refuses those with weights that are not read;
 //! - `templates` finds the chat template of a tokenizer; `template` renders chats with it as Python's `transformers`
 //!   does; `rewrite` and `literals` prepare its source, `python` and `json` have what templates expect of Python, and
 //!   `content` converts messages to the form that a template accepts;
@@ -14,6 +14,7 @@
 //!
 //! Invariant: if it is not certain which tokens the model would write, a chat is refused.
 
+mod alpaca;
 mod content;
 mod encode;
 mod json;
@@ -27,7 +28,10 @@ mod template;
 mod templates;
 mod weights;
 
-/// Names of the fields of a row, apart from [`MEDIA`] and those of [`is_loss_key`].
+/// The role of the model.
+pub(crate) const ASSISTANT: &str = "assistant";
+
+/// Names of the fields of a row, apart from [`ALPACA_COLUMNS`], [`MEDIA`] and those of [`is_loss_key`].
 pub(crate) const CHAT_COLUMNS: &[&str] = &[
     "messages",
     "conversations",
@@ -47,6 +51,7 @@ pub(crate) const CHAT_COLUMNS: &[&str] = &[
 /// Parsed JSON. Unlike in `serde_json`, objects keep the order of their keys, in which templates print them.
 pub use minijinja::Value;
 
+pub(crate) use alpaca::FIELDS as ALPACA_COLUMNS;
 pub(crate) use encode::{ChatEncoder, Document, Outcome};
 pub(crate) use json::parse_json;
 pub(crate) use preference::is_question;

@@ -5,14 +5,15 @@
 
 use minijinja::value::{Value, ValueKind};
 
+use super::ASSISTANT;
+use super::alpaca::{self, INSTRUCTION};
 use super::json::field;
 use super::row::{
-    ASSISTANT, CHOSEN, REJECTED, Row, common_fields, conversations, has_role, keys, pair, system, variables,
+    CHOSEN, REJECTED, Row, common_fields, conversations, has_role, keys, pair, system, variables,
 };
 
 /// Fields that hold the question in some data sets, beside answers that are strings.
-const QUESTIONS: [&str; 7] =
-    ["question", "instruction", "input", "query", "messages", "conversations", "trajectory"];
+const QUESTIONS: [&str; 6] = ["question", "input", "query", "messages", "conversations", "trajectory"];
 
 /// Returns whether a field of this name may hold the question in a row without `prompt`.
 pub(crate) fn is_question(name: &str) -> bool {
@@ -47,6 +48,10 @@ pub(crate) fn parse_preference(value: &Value) -> Result<Option<[Row; 2]>, String
     let [prompt, better, worse] = match (better.as_str(), worse.as_str()) {
         (Some(better), Some(worse)) => match field(value, "prompt") {
             Some(prompt) => [prompt, better.into(), worse.into()],
+            None if field(value, INSTRUCTION).is_some() => {
+                let answer = |text: &str, name| Ok::<_, String>(vec![alpaca::answer(text.into(), name)?]);
+                [alpaca::prompt(value)?, answer(better, CHOSEN)?, answer(worse, REJECTED)?].map(Value::from)
+            }
             None => texts(value, better, worse)?.map(Value::from),
         },
         (None, None) => chats(value, &better, &worse)?.map(Value::from),

@@ -3,10 +3,8 @@
 use minijinja::value::{Value, ValueKind};
 
 use super::json::{field, parse_json};
-use super::{CHAT_COLUMNS, weights};
+use super::{ASSISTANT, CHAT_COLUMNS, alpaca, weights};
 
-/// The role of the model.
-pub(crate) const ASSISTANT: &str = "assistant";
 /// Fields of a message that may hold the model's thoughts. The first that it has is taken.
 const THOUGHT_FIELDS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
@@ -79,6 +77,12 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
     if let Some(list) = field("conversations") {
         return chat(with_system(conversations(&list, "conversations")?, system)?, variables(), 0);
     }
+    let has_pair = field("prompt").is_some() && field("completion").is_some();
+    if let (Some(_), Some(output), false) = (field(alpaca::INSTRUCTION), field(alpaca::OUTPUT), has_pair) {
+        let mut messages = with_system(alpaca::prompt(value)?, system)?;
+        messages.push(alpaca::answer(output, alpaca::OUTPUT)?);
+        return chat(messages, variables(), 0);
+    }
     if field(REJECTED).is_some() && ["completion", "text"].iter().all(|name| field(name).is_none()) {
         return Err(PREFERENCES.into());
     }
@@ -95,8 +99,8 @@ pub(crate) fn parse(value: &Value) -> Result<Row, String> {
             Err("no field of the row has a value\nhelp: see --on-error".into())
         }
         (None, None, None) => Err(format!(
-            "the row has none of `messages`, `prompt` and `completion`, or `text`, only {}\nhelp: rename its fields, \
-             or see --on-error",
+            "the row has none of `messages`, `prompt` and `completion`, `instruction` and `output`, or `text`, only \
+             {}\nhelp: rename its fields, or see --on-error",
             keys(value)
         )),
     }

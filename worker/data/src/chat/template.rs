@@ -13,7 +13,7 @@ use minijinja::{Environment, Error, ErrorKind, State, context};
 use super::content::ContentForms;
 use super::literals::rewrite_escapes;
 use super::rewrite::{GENERATION, ITERABLE, METHODS, rewrite, uncalled_method};
-use super::{json, python, row};
+use super::{ASSISTANT, json, python, row};
 
 /// Name of the template in its environment.
 const NAME: &str = "chat template";
@@ -197,7 +197,7 @@ impl Template {
             return Err(LeftOut::Tools);
         }
         for (index, message) in messages.iter().enumerate() {
-            let is_known = ["system", "user", row::ASSISTANT].iter().any(|role| row::has_role(message, role));
+            let is_known = ["system", "user", ASSISTANT].iter().any(|role| row::has_role(message, role));
             if !is_known && message.get_attr("content").is_ok_and(|content| content.is_true()) {
                 let mut without = messages.to_vec();
                 without.remove(index);
@@ -207,7 +207,7 @@ impl Template {
                 }
             }
             let calls = message.get_attr(TOOL_CALLS).unwrap_or_default();
-            if !row::has_role(message, row::ASSISTANT) || calls.len().is_none_or(|len| len == 0) {
+            if !row::has_role(message, ASSISTANT) || calls.len().is_none_or(|len| len == 0) {
                 continue;
             }
             let mut without = messages.to_vec();

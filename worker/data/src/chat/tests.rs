@@ -485,6 +485,42 @@ fn special_tokens_without_content_are_no_tokens() {
 }
 
 #[test]
+fn rows_of_instructions_are_chats() {
+    let encoder = encoder(CHATML, None);
+    let chat = |turns: &[(&str, &str)]| {
+        let turns = turns.iter().map(|(role, text)| format!(r#"{{"role": "{role}", "content": "{text}"}}"#));
+        let row = format!(r#"{{"messages": [{}]}}"#, turns.collect::<Vec<_>>().join(", "));
+        encode(&encoder, &row).unwrap()
+    };
+    for (row, turns) in [
+        (
+            // `text` is the same with the words that Alpaca puts around it.
+            r#"{"instruction": "a", "input": "b", "output": "c", "text": "Below is a: b c"}"#,
+            &[("user", r"a\nb"), ("assistant", "c")][..],
+        ),
+        (r#"{"instruction": "a", "input": "", "output": "c"}"#, &[("user", "a"), ("assistant", "c")]),
+        (r#"{"instruction": "", "input": "b", "output": "c"}"#, &[("user", "b"), ("assistant", "c")]),
+        (
+            r#"{"instruction": "a", "input": null, "output": "c", "system": "s", "history": [["d", "e"]]}"#,
+            &[("system", "s"), ("user", "d"), ("assistant", "e"), ("user", "a"), ("assistant", "c")],
+        ),
+    ] {
+        assert_eq!(encode(&encoder, row).unwrap(), chat(turns), "{row}");
+    }
+    for (row, reason) in [
+        (r#"{"instruction": "", "output": "c"}"#, "`instruction` is empty"),
+        (r#"{"instruction": "a", "output": ""}"#, "`output` is empty"),
+        (r#"{"instruction": "a", "output": 1}"#, "`output` is a number"),
+        (r#"{"instruction": "a", "input": 1, "output": "c"}"#, "`input` is a number"),
+        (r#"{"instruction": "a", "history": [["d"]], "output": "c"}"#, "`history` is not a list of pairs"),
+        (r#"{"instruction": "a", "response": "c"}"#, "`instruction` and `output`, or `text`, only"),
+    ] {
+        let error = trained_on(CHATML, row).unwrap_err();
+        assert!(error.contains(reason), "{row}: {error}");
+    }
+}
+
+#[test]
 fn rows_that_are_no_chats_are_refused() {
     let message = |role: &str| format!(r#"{{"role": "{role}", "content": "a"}}"#);
     let chat = |messages: &str| format!(r#"{{"messages": [{messages}]}}"#);
@@ -691,6 +727,7 @@ fn pairs_of_answers_are_read_with_and_without_a_prompt_of_their_own() {
         r#"{"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Yo."},
             "rejected": {"from": "gpt", "value": "No."}}"#
             .into(),
+        r#"{"instruction": "Hi", "input": "", "chosen": "Yo.", "rejected": "No."}"#.into(),
     ] {
         assert_eq!(pair(&row).unwrap(), expected, "{row}");
     }

@@ -34,7 +34,8 @@ pub(super) fn objects(
         if !wanted.iter().any(|field| columns.contains(&field.name())) {
             let names = fields.iter().take(20).map(|field| format!("`{}`", field.name().escape_debug()));
             let missing = format!(
-                "there is no column of chats, only {}; expected `messages`, `prompt` and `completion`, or `text`",
+                "there is no column of chats, only {}; expected `messages`, `prompt` and `completion`, `instruction` \
+                 and `output`, or `text`",
                 names.collect::<Vec<_>>().join(", ")
             );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, missing));

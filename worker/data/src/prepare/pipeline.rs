@@ -15,7 +15,7 @@ use super::rows::Columns;
 use super::source::Source;
 use super::write::Writer;
 use super::{ChatOptions, Documents, Event, OnError, Options, PrepareError, Progress, parquet_rows, rows};
-use crate::chat::{CHAT_COLUMNS, ChatEncoder, MEDIA, is_loss_key, is_question};
+use crate::chat::{ALPACA_COLUMNS, CHAT_COLUMNS, ChatEncoder, MEDIA, is_loss_key, is_question};
 
 /// Maximum bytes of blocks that are read but not yet written. Together with their ids, which take up to 4 times as
 /// much, this bounds the memory of a preparation.
@@ -251,7 +251,8 @@ impl Reader<'_> {
                     };
                     is_loss_key(name) || chat.is_some_and(in_chat)
                 };
-                let rows = |_, read: &_| parquet_rows::objects(path, CHAT_COLUMNS, MEDIA, &is_more, read);
+                let columns = [CHAT_COLUMNS, &ALPACA_COLUMNS].concat();
+                let rows = |_, read: &_| parquet_rows::objects(path, &columns, MEDIA, &is_more, read);
                 source.into_rows("Parquet", rows)?
             }
             (Kind::Parquet, Input::File(path)) if path.is_file() => {
