@@ -20,6 +20,7 @@ xlaunch_harness::tests! {
     run_on_a_drive_without_links_sockets_locks_and_synced_directories_is_resumed,
     stop_ends_the_sampling_of_a_text,
     full_disk_behind_the_console_fails_answers_and_no_run,
+    limit_on_file_sizes_fails_checkpoints_like_a_full_disk,
     suspended_launcher_ends_no_run,
     sharded_optimizer_equals_replicated_optimizer,
     sharded_and_replicated_optimizer_resume_from_each_others_checkpoints,
@@ -262,6 +263,19 @@ fn full_disk_behind_the_console_fails_answers_and_no_run() {
         assert_eq!(output.status.code(), Some(1), "{query:?}: {stderr}");
         assert!(stderr.contains("failed to write to stdout: No space left on device"), "{query:?}: {stderr}");
     }
+}
+
+fn limit_on_file_sizes_fails_checkpoints_like_a_full_disk() {
+    let job = Job::new();
+    let mut command = job.limited_command("-f 40", &["train.toml", "--set", "checkpoint.every=2"]);
+    let run = Process::spawn(&mut command).wait();
+    assert_eq!(run.code, 65, "{}", run.stderr);
+    for step in [2, 8] {
+        let mut lines = run.stderr.lines();
+        let line = lines.find(|line| line.starts_with(&format!("checkpoint of step {step} failed: ")));
+        assert!(line.is_some_and(|line| line.ends_with("File too large (os error 27)")), "{}", run.stderr);
+    }
+    assert_eq!(job.losses().len(), 8);
 }
 
 /// Runs a job of 400 steps twice, the second time with an interrupt and a resume. Returns the uninterrupted job.

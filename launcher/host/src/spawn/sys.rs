@@ -29,9 +29,10 @@ const REAPER_IGNORES: [i32; 9] = [
     libc::SIGTTOU,
 ];
 
-/// Signals that the trainer's workers ignore: they stop a job or announce its end, which is up to the agent.
-const JOB_SIGNALS: [i32; 6] =
-    [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2];
+/// Signals that the trainer's workers ignore: they stop a job or announce its end, which is up to the agent. Without
+/// the last, a write beyond the limit on file sizes (`ulimit -f`) fails like one to a full disk.
+const TRAINER_IGNORES: [i32; 7] =
+    [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2, libc::SIGXFSZ];
 
 /// Descriptors below this number are marked one by one if the kernel cannot mark a range.
 const MAX_MARKED_FD: libc::c_int = 4096;
@@ -131,11 +132,11 @@ pub fn number(fd: &OwnedFd) -> i32 {
     fd.as_raw_fd()
 }
 
-/// Makes the process ignore [`JOB_SIGNALS`]. Until the hook runs, it has xlaunch's handlers, so that these signals
+/// Makes the process ignore [`TRAINER_IGNORES`]. Until the hook runs, it has xlaunch's handlers, so that these signals
 /// never kill it.
 pub fn ignore_job_signals(command: &mut Command) {
     let hook = || {
-        for signal in JOB_SIGNALS {
+        for signal in TRAINER_IGNORES {
             // SAFETY: `signal` is async-signal-safe. SIG_IGN is inherited through exec.
             unsafe { libc::signal(signal, libc::SIG_IGN) };
         }
