@@ -52,10 +52,10 @@ pub enum WorkerError {
     Spec(#[from] xlaunch_spec::job::SpecError),
     /// Ranks have shards of the state that they cannot save.
     #[error(
-        "`comm.shard = \"optimizer\"` and `comm.experts` need a directory of checkpoints that all nodes share: ranks \
-         {writers} to {} cannot save their shards in that of rank 0; set `job.output` to a shared directory, or \
+        "`comm.shard` and `comm.experts` divide the state of a job, so all nodes have to share a directory of \
+         checkpoints: {} cannot save in that of rank 0; set `job.output` to a shared directory, or \
          `comm.shard = \"none\"` and `comm.experts = 1`",
-        world - 1
+        ranks_text(*writers..*world)
     )]
     NotShared {
         /// Ranks below this one can save their shards.

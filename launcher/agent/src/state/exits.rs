@@ -93,7 +93,8 @@ pub(super) fn known_kind(name: &str) -> &'static str {
 pub(super) fn passed_on(known: Option<ExitCode>) -> ExitCode {
     match known {
         Some(
-            code @ (ExitCode::Data
+            code @ (ExitCode::Usage
+            | ExitCode::Data
             | ExitCode::Rendezvous
             | ExitCode::Internal
             | ExitCode::Retryable

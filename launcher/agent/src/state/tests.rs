@@ -217,7 +217,7 @@ fn all_workers_done_is_done() {
 
 #[test]
 fn trainer_exit_codes_pass_through() {
-    for code in [65, 70, 76] {
+    for code in [2, 65, 70, 76] {
         let mut job = trainer(1, 0);
         let end = outcome(&run(&mut job, &[Event::AllJoined, exited(0, code)]));
         assert_eq!(i32::from(end.exit.code()), code);
