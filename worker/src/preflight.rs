@@ -11,6 +11,7 @@ use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::{DataSection, DataSource, Invalid, JobSpec, TrainSection};
 use xlaunch_spec::lineage::Fingerprint;
 use xlaunch_spec::model::{ModelSection, ModelShape};
+use xlaunch_spec::paths::obstacle;
 use xlaunch_spec::quantities::counted;
 use xlaunch_spec::refusal::Refusal;
 
@@ -338,6 +339,9 @@ fn usage(invalid: Invalid) -> Refusal {
 fn claim(dir: &Path, job: &str, bytes: u64, warnings: &mut Vec<String>) -> Result<Lock, Refusal> {
     let write =
         |error: std::io::Error| CheckpointError::Write { path: dir.into(), reason: error.to_string() };
+    if let Some(what) = obstacle(dir) {
+        return Err(Refusal { exit: ExitCode::Usage, message: format!("checkpoint.dir: {what}") });
+    }
     fs_err::create_dir_all(dir).map_err(write)?;
     let lock = Lock::acquire(dir, &holder(job))?;
     warnings.extend(lock.warning().map(str::to_owned));

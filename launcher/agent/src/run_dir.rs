@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::JobSpec;
 use xlaunch_spec::lineage::LATEST;
+use xlaunch_spec::paths::create_directories;
 
 use crate::registry::{Entry, SOCKET};
 use crate::resolved_command::ResolvedCommand;
@@ -95,7 +96,7 @@ impl RunDir {
         let id = numbered(&file_name(run_id), run_number);
         let path = jobs.join(&id);
         let refuse = |error: std::io::Error| run_dir_error(spec, &error);
-        fs_err::create_dir_all(&path).map_err(refuse)?;
+        create_directories(&path).map_err(refuse)?;
         if node_rank == 0 {
             describe(spec, &path).map_err(refuse)?;
             update_latest_link(&jobs, &id);
@@ -115,7 +116,7 @@ impl RunDir {
     fn training(spec: &JobSpec, run_id: &str) -> Result<(PathBuf, String), Refusal> {
         let jobs = spec.runs_dir();
         let refuse = |error: std::io::Error| run_dir_error(spec, &error);
-        fs_err::create_dir_all(&jobs).map_err(refuse)?;
+        create_directories(&jobs).map_err(refuse)?;
         let (path, id) = unique(&jobs, &file_name(run_id), KEPT_DIR_MODE).map_err(refuse)?;
         describe(spec, &path).map_err(refuse)?;
         update_latest_link(&jobs, &id);
@@ -143,13 +144,13 @@ impl RunDir {
             );
             Refusal::new(ExitCode::Usage, message)
         };
-        fs_err::create_dir_all(logs).map_err(refuse)?;
+        create_directories(logs).map_err(refuse)?;
         // Workers may change their working directory, so the path is absolute.
         let logs = std::path::absolute(logs).map_err(refuse)?;
         if let Some(NodePlace { node_rank, run_number }) = place {
             let id = numbered(&id, run_number);
             let path = logs.join(&id);
-            fs_err::create_dir_all(&path).map_err(refuse)?;
+            create_directories(&path).map_err(refuse)?;
             let entry = entry.map_or_else(|| new(&id), Ok)?;
             return Self::of_node(path, id, node_rank, entry).map_err(refuse);
         }
