@@ -29,8 +29,8 @@ pub(crate) struct Progress {
     total: u64,
     last_line: Option<Instant>,
     seconds_per_step: f64,
-    /// True if the line that describes the job was printed.
-    described: bool,
+    /// Tokens of a step, as last printed.
+    tokens_per_step: Option<u64>,
     /// Durations of the first steps, in seconds.
     first_times: Vec<f64>,
 }
@@ -100,7 +100,7 @@ impl Progress {
             total: 0,
             last_line: None,
             seconds_per_step: 0.0,
-            described: false,
+            tokens_per_step: None,
             first_times: Vec::new(),
         }
     }
@@ -111,8 +111,24 @@ impl Progress {
             bar.set_length(self.total);
             bar.set_position(started.first_step);
         }
-        if !std::mem::replace(&mut self.described, true) {
-            self.print(&job_line(started));
+        if let Some(line) = self.announcement(started) {
+            self.print(&line);
+        }
+    }
+
+    /// Returns the line that describes the job, or how its steps differ from what the last such line said; `None` if
+    /// they do not.
+    #[expect(clippy::cast_precision_loss, reason = "shown to people")]
+    fn announcement(&mut self, started: &TrainStarted) -> Option<String> {
+        let tokens = started.tokens_per_step;
+        match self.tokens_per_step.replace(tokens) {
+            None => Some(job_line(started)),
+            Some(before) if before != tokens => Some(format!(
+                "xlaunch: the number of ranks has changed: {} tokens per step instead of {}",
+                count_text(tokens as f64),
+                count_text(before as f64)
+            )),
+            Some(_) => None,
         }
     }
 
@@ -310,6 +326,13 @@ mod tests {
         assert!(line.ends_with("1000 steps of 65.5K tokens: 40.0M tokens, 1.00 epochs of 40.0M"), "{line}");
 
         let mut progress = Progress::new(false);
+        assert_eq!(progress.announcement(&started).as_deref(), Some(expected));
+        assert_eq!(progress.announcement(&started), None);
+        let smaller = TrainStarted { tokens_per_step: 32_768, ..started.clone() };
+        assert_eq!(
+            progress.announcement(&smaller).as_deref(),
+            Some("xlaunch: the number of ranks has changed: 32.8K tokens per step instead of 65.5K")
+        );
         progress.started(&started);
         // The first step compiles kernels.
         let seconds = |step| if step == 1 { 60.0 } else { 0.5 };
