@@ -17,6 +17,7 @@ use xlaunch_engine::{Backend, CudaOptions, EngineError, PoolMode, Work};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
 use xlaunch_spec::model::ModelShape;
+use xlaunch_spec::quantities::shortage_texts;
 
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, directory};
 use crate::error::WorkerError;
@@ -40,6 +41,17 @@ pub enum Device {
     Cuda,
     /// All cores, in fp32.
     Cpu,
+}
+
+/// Where and how a command computes.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// Device to compute on.
+    pub device: Device,
+    /// Precision on a GPU.
+    pub precision: Precision,
+    /// Bytes of the host's memory that are available; `None` if that is unknown.
+    pub host_memory: Option<u64>,
 }
 
 /// A trained model on disk.
@@ -145,6 +157,35 @@ impl Source {
             return Err(Refusal { exit, message });
         }
         Ok(tokenizer)
+    }
+
+    /// Opens a device, as [`open_device`] does, and [loads](Self::load) the weights onto it.
+    ///
+    /// # Errors
+    /// If they do not fit into the host's memory: the kernel's OOM killer would end this process without a message.
+    pub fn load_on(
+        &self,
+        target: Target,
+        timed: bool,
+        note: &mut dyn FnMut(&str),
+        interrupted: &dyn Fn() -> bool,
+    ) -> Result<(BackendHandle, Model), Refusal> {
+        let backend = open_device(target.device, target.precision, timed)?;
+        if let Some(available) = target.host_memory.filter(|_| !backend.is_asynchronous()) {
+            let parameters = Layout::new(&self.shape).whole().parameters() as u64;
+            let needed = parameters.saturating_mul(size_of::<f32>() as u64);
+            if needed > available {
+                let [needed, available] = shortage_texts(needed, available);
+                let message = format!(
+                    "the weights of {} need {needed} of memory on the CPU, in fp32, but only {available} are \
+                     available",
+                    self.weights.path().display()
+                );
+                return Err(Refusal { exit: ExitCode::Usage, message });
+            }
+        }
+        let model = self.load(&backend, note, interrupted)?;
+        Ok((backend, model))
     }
 
     /// Loads the weights onto a device. Those of a run are the newest valid ones; `note` receives lines about newer

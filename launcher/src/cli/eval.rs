@@ -50,8 +50,7 @@ pub(super) async fn run(options: Eval) -> Result<ExitCode, QueryError> {
         tokens: options.tokens,
         seq: options.seq.map(|seq| seq as usize),
         hellaswag: only("--hellaswag", options.hellaswag)?,
-        device: options.device.device,
-        precision: options.device.precision,
+        target: options.device.target(),
     };
     let json = options.json;
     until_interrupted(move |interrupted| {

@@ -123,8 +123,7 @@ pub(super) async fn run(options: Serve) -> Result<ExitCode, QueryError> {
         adapter: options.adapter.path()?,
         tokenizer: options.tokenizer,
         context: options.context,
-        device: options.device.device,
-        precision: options.device.precision,
+        target: options.device.target(),
     };
     let (source, service) = command.open(&mut print_note)?;
     let service = Arc::new(service);

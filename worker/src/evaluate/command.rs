@@ -4,12 +4,11 @@ use std::path::PathBuf;
 
 use xlaunch_data::Tokenizer;
 use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::job::Precision;
 use xlaunch_spec::model::Positions;
 
 use super::hellaswag::{self, Score};
 use super::{Held, Loss, loss};
-use crate::pretrained::{self, Device, Source};
+use crate::pretrained::{Source, Target};
 use xlaunch_spec::refusal::Refusal;
 
 /// Arguments of the command line.
@@ -27,10 +26,8 @@ pub struct Command {
     pub seq: Option<usize>,
     /// HellaSwag questions.
     pub hellaswag: Option<PathBuf>,
-    /// Device to compute on.
-    pub device: Device,
-    /// Precision on a GPU.
-    pub precision: Precision,
+    /// Where to compute.
+    pub target: Target,
 }
 
 /// Results of the requested evaluations.
@@ -73,8 +70,7 @@ pub fn run(
         ));
     }
     // Batches of questions have several shapes; timing kernels for each shape would take longer than it saves.
-    let backend = pretrained::open_device(command.device, command.precision, questions.is_none())?;
-    let model = source.load(&backend, note, interrupted)?;
+    let (backend, model) = source.load_on(command.target, questions.is_none(), note, interrupted)?;
     let mut results = Results::default();
     if let Some(held) = held {
         results.loss = Some(loss(&backend, &model, &held, command.tokens, interrupted)?);

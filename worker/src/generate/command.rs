@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::job::Precision;
 
 use super::{
     Batch, Completion, FinishReason, GenerateError, Options, Output, Prefill, Prompt, Request,
@@ -14,17 +13,17 @@ use super::{
 };
 use crate::model::Model;
 use crate::model::decode::Decoder;
-use crate::pretrained::{self, Device};
+use crate::pretrained::Target;
 use xlaunch_spec::refusal::Refusal;
 
 /// Arguments of the command line.
 #[derive(Clone, Debug)]
 pub struct Command {
-    /// See [`Source::find`](pretrained::Source::find).
+    /// See [`Source::find`](crate::pretrained::Source::find).
     pub model: PathBuf,
-    /// See [`Source::with_adapter`](pretrained::Source::with_adapter).
+    /// See [`Source::with_adapter`](crate::pretrained::Source::with_adapter).
     pub adapter: Option<PathBuf>,
-    /// See [`Source::tokenizer`](pretrained::Source::tokenizer).
+    /// See [`Source::tokenizer`](crate::pretrained::Source::tokenizer).
     pub tokenizer: Option<String>,
     /// Prompts to continue.
     pub prompts: Vec<Prompt>,
@@ -40,10 +39,8 @@ pub struct Command {
     pub seed: u64,
     /// The text ends before any of these.
     pub stop: Vec<String>,
-    /// Device to compute on.
-    pub device: Device,
-    /// Precision on a GPU.
-    pub precision: Precision,
+    /// Where to compute.
+    pub target: Target,
 }
 
 /// Runs the command. `note` receives lines for the user, `sink` the updates with the numbers of prompt and sample.
@@ -86,8 +83,7 @@ pub fn run(
         (0..samples).map(move |sample| Request { tokens: tokens.clone(), sample, options: options.clone() })
     };
     let requests: Vec<Request> = fits.iter().flat_map(of_prompt).collect();
-    let backend = pretrained::open_device(command.device, command.precision, false)?;
-    let model = source.load(&backend, note, interrupted)?;
+    let (_, model) = source.load_on(command.target, false, note, interrupted)?;
     let mut by_sample =
         |request: usize, update: Update<'_>| sink(fits[request / samples], request % samples, update);
     Ok(generate(&model, &settings, &requests, interrupted, &mut by_sample)?)

@@ -9,7 +9,7 @@ use xlaunch_spec::refusal::Refusal;
 use super::{Command, Output, Request, Service};
 use crate::generate::{Batch, GenerateError, Prefill};
 use crate::model::decode::MAX_SLOTS;
-use crate::pretrained::{self, Source};
+use crate::pretrained::Source;
 
 /// A request of a client.
 #[derive(Debug)]
@@ -36,8 +36,7 @@ pub fn run(
     interrupted: &dyn Fn() -> bool,
     ready: impl FnOnce(usize),
 ) -> Result<(), Refusal> {
-    let backend = pretrained::open_device(command.device, command.precision, false)?;
-    let model = source.load(&backend, note, interrupted)?;
+    let (_, model) = source.load_on(command.target, false, note, interrupted)?;
     let batch = Batch::new(&model, &service.settings, MAX_SLOTS, service.context, Prefill::Separate)?;
     ready(batch.slots());
     Ok(Engine { batch, jobs, clients: HashMap::new(), next: 0 }.run()?)

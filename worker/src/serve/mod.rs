@@ -16,11 +16,10 @@ use std::path::PathBuf;
 
 use xlaunch_data::chat;
 use xlaunch_spec::exit::ExitCode;
-use xlaunch_spec::job::Precision;
 use xlaunch_spec::refusal::Refusal;
 
 use crate::generate::{Prompt, SamplingOverrides, Settings};
-use crate::pretrained::{Device, Source};
+use crate::pretrained::{Source, Target};
 
 pub use crate::generate::{FinishReason, Options, Output, Request, Sampling, Scored, Token};
 pub use engine::{Job, run};
@@ -36,10 +35,8 @@ pub struct Command {
     pub tokenizer: Option<String>,
     /// Maximum number of tokens of a text; `None` for the model's context.
     pub context: Option<usize>,
-    /// Device to compute on.
-    pub device: Device,
-    /// Precision on a GPU.
-    pub precision: Precision,
+    /// Where to compute.
+    pub target: Target,
 }
 
 impl Command {

@@ -17,6 +17,7 @@ use clap::{ArgGroup, Args};
 use fs_err::File;
 use serde_json::Value;
 use xlaunch_data::chat;
+use xlaunch_host::memory;
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
 use xlaunch_spec::refusal::Refusal;
@@ -27,7 +28,7 @@ use output::{Form, Output};
 use prompts::Prompt;
 use xlaunch_spec::quantities::bytes_text;
 use xlaunch_worker::generate::{self, Command, SamplingOverrides, Update};
-use xlaunch_worker::pretrained::Device;
+use xlaunch_worker::pretrained::{Device, Target};
 
 /// Maximum size of a file of prompts.
 const MAX_PROMPTS_BYTES: u64 = 256 << 20;
@@ -133,13 +134,21 @@ pub(super) struct DeviceOptions {
     /// Device to use; `auto` is the first GPU, or the CPU without one
     #[arg(long, default_value = "auto")]
     #[arg(value_parser = choice([("auto", Device::Auto), ("cuda", Device::Cuda), ("cpu", Device::Cpu)]))]
-    pub(super) device: Device,
+    device: Device,
     /// Precision on a GPU; the CPU computes in fp32
     #[arg(long, default_value = "bf16")]
     #[arg(value_parser = choice([
         ("fp32", Precision::Fp32), ("tf32", Precision::Tf32), ("bf16", Precision::Bf16),
     ]))]
-    pub(super) precision: Precision,
+    precision: Precision,
+}
+
+impl DeviceOptions {
+    pub(super) fn target(&self) -> Target {
+        let available = memory::available();
+        let host_memory = available.map(|available| available.memory.saturating_add(available.swap));
+        Target { device: self.device, precision: self.precision, host_memory }
+    }
 }
 
 pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
@@ -159,8 +168,7 @@ pub(super) async fn run(options: Generate) -> Result<ExitCode, QueryError> {
         },
         seed: options.seed,
         stop: options.stop,
-        device: options.device.device,
-        precision: options.device.precision,
+        target: options.device.target(),
     };
     let form = match (options.json, prompts.len(), options.samples) {
         (true, ..) => Form::Json,

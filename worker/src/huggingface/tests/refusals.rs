@@ -5,10 +5,12 @@ use std::path::{Path, PathBuf};
 use fs_err as fs;
 use safetensors::SafeTensors;
 use xlaunch_spec::exit::ExitCode;
+use xlaunch_spec::job::Precision;
 use xlaunch_spec::model::ModelShape;
+use xlaunch_spec::refusal::Refusal;
 
 use super::{checkpoint, export, options, read, shapes};
-use crate::pretrained::Source;
+use crate::pretrained::{Device, Source, Target};
 use crate::weights::Weights;
 
 /// Exports a checkpoint of random weights. Returns the directory.
@@ -268,13 +270,25 @@ fn train_from(path: &Path, shape: &xlaunch_spec::model::ModelShape) -> (ExitCode
 }
 
 fn generate_from(path: &Path) -> (ExitCode, String) {
-    let source = Source::find(path);
-    let backend = crate::pretrained::open_device(
-        crate::pretrained::Device::Cpu,
-        xlaunch_spec::job::Precision::Fp32,
-        false,
-    );
-    let refusal =
-        source.and_then(|source| source.load(&backend?, &mut |_| {}, &|| false).map(drop)).unwrap_err();
+    let refusal = load_with(path, None).unwrap_err();
     (refusal.exit, refusal.message)
+}
+
+fn load_with(path: &Path, host_memory: Option<u64>) -> Result<(), Refusal> {
+    let target = Target { device: Device::Cpu, precision: Precision::Fp32, host_memory };
+    Source::find(path)?.load_on(target, false, &mut |_| {}, &|| false).map(drop)
+}
+
+#[test]
+fn weights_larger_than_the_memory_of_the_host_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = exported(dir.path(), &shapes()[0]);
+    let weights = fs::metadata(output.join("model.safetensors")).unwrap().len();
+    for enough in [None, Some(2 * weights)] {
+        load_with(&output, enough).unwrap();
+    }
+    let refusal = load_with(&output, Some(weights / 2)).unwrap_err();
+    assert_eq!(refusal.exit, ExitCode::Usage);
+    let expected = format!("the weights of {} need ", output.display());
+    assert!(refusal.message.starts_with(&expected), "{}", refusal.message);
 }
