@@ -68,6 +68,16 @@ const REASONS: &[(&str, &str, &str)] = &[
     ("bamba", STATE_SPACE, "llama"),
     ("jamba", STATE_SPACE, "llama"),
     ("rwkv", LINEAR, "llama"),
+    ("zamba", STATE_SPACE, "llama"),
+    ("bitnet", "its weights have three values", "llama"),
+    ("dbrx", EXPERTS, "mixtral"),
+    ("jetmoe", EXPERTS, "mixtral"),
+    ("dots1", EXPERTS, "glm4_moe"),
+    ("longcat", LATENT, "glm4_moe"),
+    ("minicpm3", LATENT, "glm4_moe"),
+    ("youtu", LATENT, "glm4_moe"),
+    ("nanochat", "its norms have no weights", "qwen3"),
+    ("vaultgemma", "it has no norms after its layers", "gemma2"),
 ];
 
 /// Returns why the type of a `config.json` is refused, and what is supported instead.

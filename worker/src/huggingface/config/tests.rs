@@ -609,6 +609,7 @@ fn other_types_of_models_are_refused_with_the_nearest_supported_one() {
         ("mpt", &["biases"]),
         ("gemma3", &["images", "gemma3_text"]),
         ("mistral4", &["latent attention", "`glm4_moe`"]),
+        ("nanochat", &["norms have no weights", "`qwen3`"]),
         ("nemotron_h", &["state space", "`llama`"]),
         ("ernie4_5_moe", &["experts", "`glm4_moe`"]),
         ("helium", &["another order", "`ernie4_5`"]),
