@@ -43,8 +43,8 @@ pub(in crate::cli) struct Prepare {
     /// [default: text]
     #[arg(long, visible_alias = "column", value_name = "NAME")]
     field: Option<String>,
-    /// Read rows as chats, written with the template of the tokenizer: `messages`, `prompt` and `completion`, or
-    /// `text`. The loss counts for what the assistant writes
+    /// Read rows as chats, written with the template of the tokenizer: `messages`, `prompt` and `completion`,
+    /// `instruction` and `output`, or `text`. The loss counts for what the assistant writes
     #[arg(long, conflicts_with_all = ["documents", "field", "bos"])]
     chat: bool,
     /// Read rows as pairs of a better and a worse answer, `chosen` and `rejected`, with or without `prompt`, to train
