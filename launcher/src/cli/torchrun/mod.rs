@@ -153,8 +153,21 @@ fn request(
             Err(reader.line.with_resume_hint(not_a_script(argv), argv))
         }
         Some(Target::Script(argv)) => command(argv, false),
-        Some(Target::Program(argv)) => command(argv, true),
+        Some(Target::Program(argv)) => {
+            match argv.first().and_then(|program| script::launching_line(Path::new(program))) {
+                Some(line) => Err(launches_itself(&argv[0], &line)),
+                None => command(argv, true),
+            }
+        }
     }
+}
+
+fn launches_itself(program: &OsStr, line: &str) -> String {
+    format!(
+        "{} would start itself again and again: its first line is `{line}`; `-- bash` at the end of that line runs it \
+         with bash, and without `--` Python runs it",
+        program.display()
+    )
 }
 
 /// Determines where a launch without flags would run, for `xlaunch env`. `settings` gets all values that are found,

@@ -2,6 +2,7 @@
 //! every target to Python; xlaunch also has subcommands and runs programs, so it inspects the target.
 
 use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
@@ -11,7 +12,8 @@ const EXTENSIONS: [&str; 4] = ["py", "pyw", "pyc", "pyz"];
 const HEAD_BYTES: u64 = 4096;
 
 /// Returns whether Python runs this path: a file with one of Python's extensions, a directory or archive with a
-/// `__main__.py`, or a text file without an extension that names Python in its first line or is not executable.
+/// `__main__.py`, or a text file without an extension that is not executable or names Python or xlaunch in its first
+/// line.
 pub(super) fn is_python(path: &Path) -> bool {
     let extension = path.extension().and_then(|extension| extension.to_str());
     if extension.is_some_and(|extension| EXTENSIONS.contains(&extension)) {
@@ -24,18 +26,43 @@ pub(super) fn is_python(path: &Path) -> bool {
     if !found.is_file() || extension.is_some_and(|extension| extension != "zip") {
         return false;
     }
+    head(path).is_some_and(|head| is_python_text(&head, found.permissions().mode() & 0o111 != 0))
+}
+
+/// Returns the first line of a program that makes the system start it with xlaunch. Such a program cannot be launched
+/// as a program: it would start itself again and again.
+pub(super) fn launching_line(path: &Path) -> Option<String> {
+    // Names without a slash are looked up in PATH.
+    if !path.as_os_str().as_bytes().contains(&b'/') || !path.is_file() {
+        return None;
+    }
+    let head = head(path)?;
+    let interpreter = interpreter(&head).filter(|interpreter| launches(interpreter))?;
+    Some(format!("#!{}", String::from_utf8_lossy(interpreter)))
+}
+
+fn head(path: &Path) -> Option<Vec<u8>> {
     let mut head = Vec::new();
-    let read = fs_err::File::open(path).and_then(|file| file.take(HEAD_BYTES).read_to_end(&mut head));
-    read.is_ok() && is_python_text(&head, found.permissions().mode() & 0o111 != 0)
+    fs_err::File::open(path).ok()?.take(HEAD_BYTES).read_to_end(&mut head).ok()?;
+    Some(head)
+}
+
+/// Returns the first line after `#!`.
+fn interpreter(head: &[u8]) -> Option<&[u8]> {
+    head.split(|byte| *byte == b'\n').next()?.strip_prefix(b"#!")
+}
+
+fn launches(interpreter: &[u8]) -> bool {
+    interpreter.split(|byte| b" /\t".contains(byte)).any(|word| word == b"xlaunch")
 }
 
 fn is_python_text(head: &[u8], executable: bool) -> bool {
     if head.starts_with(b"PK\x03\x04") {
         return true;
     }
-    let first = head.split(|byte| *byte == b'\n').next().unwrap_or_default();
-    match first.strip_prefix(b"#!") {
-        Some(interpreter) => interpreter.windows(6).any(|word| word == b"python"),
+    match interpreter(head) {
+        // A script that xlaunch itself interprets is one of Python's.
+        Some(interpreter) => interpreter.windows(6).any(|word| word == b"python") || launches(interpreter),
         // The head may end within a character, but must otherwise be valid UTF-8.
         None => !executable && !head.is_empty() && !head.contains(&0),
     }
@@ -65,6 +92,7 @@ mod tests {
         for (name, contents, mode, expected) in [
             ("train", &b"import torch\n"[..], 0o644, true),
             ("script", b"#!/usr/bin/env python3\n", 0o755, true),
+            ("launched", b"#!/usr/bin/env -S xlaunch --nproc 2\n", 0o755, true),
             ("archive", b"PK\x03\x04\0\0", 0o644, true),
             ("app.zip", b"PK\x03\x04\0\0", 0o644, true),
             ("shell", b"#!/bin/sh\n", 0o755, false),
@@ -76,5 +104,14 @@ mod tests {
             assert_eq!(is_python(&file(name, contents, mode)), expected, "{name}");
         }
         assert!(!is_python(&dir.path().join("nosuch")));
+        for (line, expected) in [
+            ("#!/usr/bin/env -S xlaunch --nproc 2 --", true),
+            ("#!/opt/bin/xlaunch --", true),
+            ("#!/bin/sh xlaunch.sh", false),
+            ("xlaunch", false),
+        ] {
+            let path = file("program", format!("{line}\n").as_bytes(), 0o755);
+            assert_eq!(launching_line(&path), expected.then(|| line.into()));
+        }
     }
 }
