@@ -15,6 +15,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use clap::Args;
+use clap::builder::UnknownArgumentValueParser;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
@@ -48,6 +49,10 @@ pub(super) struct Serve {
     /// needs a token
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8000")]
     listen: Listen,
+    #[arg(long = "host", hide = true, value_parser = UnknownArgumentValueParser::suggest_arg("--listen"))]
+    _host: Option<String>,
+    #[arg(long = "port", hide = true, value_parser = UnknownArgumentValueParser::suggest_arg("--listen"))]
+    _port: Option<String>,
     /// File with a secret of at least 16 bytes, which clients send as their API key [env: XLAUNCH_SERVE_TOKEN, the
     /// secret itself]
     #[arg(long, value_name = "FILE")]
@@ -219,6 +224,21 @@ async fn listen(name: &Listen, addresses: &[SocketAddr]) -> Result<(TcpListener,
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn options_of_other_servers_lead_to_the_own_one() {
+        #[derive(Debug, clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            serve: Serve,
+        }
+        for option in ["--port=80", "--host=::"] {
+            let error = <Line as clap::Parser>::try_parse_from(["serve", "model", option]).unwrap_err();
+            assert!(error.to_string().contains("a similar argument exists: '--listen'"), "{error}");
+        }
+        let line = <Line as clap::Parser>::try_parse_from(["serve", "model"]).unwrap();
+        assert_eq!(line.serve.listen.to_string(), "127.0.0.1:8000");
+    }
 
     #[tokio::test]
     async fn server_listens_on_addresses_and_names() {
