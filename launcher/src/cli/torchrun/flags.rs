@@ -71,6 +71,20 @@ const fn xlaunch(name: &'static str, takes: Takes, help: &'static str) -> Flag {
     Flag { of_torchrun: false, in_environment: false, ..torchrun(name, takes, help) }
 }
 
+/// Flags of accelerate, DeepSpeed and mpirun, with those that correspond to them.
+const OF_OTHER_LAUNCHERS: [(&str, &str); 10] = [
+    ("num-processes", "nproc-per-node"),
+    ("num-gpus", "nproc-per-node"),
+    ("gpus", "nproc-per-node"),
+    ("np", "nproc-per-node"),
+    ("n", "nproc-per-node"),
+    ("num-machines", "nnodes"),
+    ("num-nodes", "nnodes"),
+    ("machine-rank", "node-rank"),
+    ("main-process-port", "rdzv-endpoint"),
+    ("H", "hosts"),
+];
+
 /// Former names, accepted for one release with a warning: (old, new).
 const RENAMED: [(&str, &str); 1] = [("silence", "stall-timeout")];
 
@@ -205,10 +219,26 @@ fn unknown(written: &str, name: &str) -> String {
         // A flag of torch.distributed.launch.
         return format!("unknown flag --{written}: omit it, as LOCAL_RANK is always in the environment");
     }
-    match nearest(name, all().map(|flag| flag.name)).filter(|(_, similarity)| *similarity > MIN_SIMILARITY) {
-        Some((nearest, _)) => format!("unknown flag --{written}; did you mean --{nearest}?"),
-        None => format!("unknown flag --{written}; see --help"),
+    let similar = || nearest(name, all().map(|flag| flag.name));
+    let similar = || similar().filter(|(_, similarity)| *similarity > MIN_SIMILARITY).map(|(name, _)| name);
+    described(&format!("--{written}"), of_other_launchers(name).or_else(similar))
+}
+
+/// Returns the error about a flag of one letter, or several after one dash.
+pub(super) fn unknown_letters(argument: &str) -> String {
+    described(argument, of_other_launchers(argument.trim_start_matches('-')))
+}
+
+fn described(flag: &str, instead: Option<&str>) -> String {
+    match instead {
+        Some(instead) => format!("unknown flag {flag}; did you mean --{instead}?"),
+        None => format!("unknown flag {flag}; see --help"),
     }
+}
+
+/// Returns the flag that corresponds to one of accelerate, DeepSpeed or mpirun.
+fn of_other_launchers(name: &str) -> Option<&'static str> {
+    OF_OTHER_LAUNCHERS.iter().find(|(other, _)| *other == name).map(|(_, own)| *own)
 }
 
 #[cfg(test)]
@@ -242,6 +272,12 @@ mod tests {
             Err("unknown flag --max-restart-count; did you mean --max-restarts?".into())
         );
         assert_eq!(found("zzz"), Err("unknown flag --zzz; see --help".into()));
+        for (other, own) in OF_OTHER_LAUNCHERS {
+            assert!(find(own).is_ok_and(|flag| flag.name == own), "{own}");
+            // After two dashes, letters abbreviate names.
+            let error = if other.len() > 2 { found(other).unwrap_err() } else { unknown_letters(other) };
+            assert!(error.ends_with(&format!("{other}; did you mean --{own}?")), "{error}");
+        }
         assert!(found("use_env").is_err_and(|error| error.starts_with("unknown flag --use_env: omit it")));
     }
 

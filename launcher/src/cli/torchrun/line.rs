@@ -151,7 +151,7 @@ fn split(argument: &[u8]) -> Result<(&'static Flag, Option<&[u8]>), String> {
         return Err("- is not a flag".into());
     };
     let Some(flag) = flags::all().find(|flag| flag.short == Some(char::from(*letter))) else {
-        return Err(format!("unknown flag {}; see --help", String::from_utf8_lossy(argument)));
+        return Err(flags::unknown_letters(&String::from_utf8_lossy(argument)));
     };
     let attached = attached.strip_prefix(b"=").unwrap_or(attached);
     Ok((flag, (argument.len() > 2).then_some(attached)))
@@ -283,6 +283,7 @@ mod tests {
             ("-mx", "-m takes no value"),
             ("-m=r3", "-m takes no value"),
             ("-x", "unknown flag -x; see --help"),
+            ("-np 2 x.py", "unknown flag -np; did you mean --nproc-per-node?"),
             (
                 "--print-completion bash",
                 "--print-completion is not supported: `xlaunch gen completions` prints a script",
