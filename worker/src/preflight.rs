@@ -146,6 +146,10 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     let init = open_init(spec, shape, &mut ready)?;
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
     let dir = spec.checkpoint.dir.as_ref().map(Path::new);
+    let steps = if spec.train.epochs.is_some() { u64::MAX } else { spec.train.steps };
+    let most = spec.checkpoint.most_at_a_time(steps);
+    let tight = most.and_then(|most| directory::room_warning(dir.unwrap_or(job_dir), bytes, most));
+    ready.warnings.extend(tight);
     let checked = ready.warnings.len();
     match dir {
         Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes, &mut ready.warnings)?),
@@ -462,6 +466,25 @@ mod tests {
         let saved = dir.path().join("saved").display().to_string();
         assert_eq!(warnings("auto", Some(&saved)), warning(&saved));
         assert!(warnings("off", None).is_empty());
+    }
+
+    #[test]
+    fn room_for_fewer_checkpoints_than_are_kept_is_a_warning() {
+        let dir = tempfile::tempdir().unwrap();
+        fs_err::write(dir.path().join("a.txt"), "some text. ".repeat(1000)).unwrap();
+        let warnings = |keep: usize| {
+            let mut spec = JobSpec::default();
+            spec.job.name = "train".into();
+            (spec.checkpoint.every, spec.checkpoint.keep) = (1, keep);
+            spec.data.train = vec![format!("{}/*.txt", dir.path().display()).into()];
+            spec.train.steps = 1 << 30;
+            preflight(&spec, dir.path(), 1).unwrap().warnings
+        };
+        assert_eq!(warnings(1), [""; 0]);
+        // Keeps all.
+        let tight = warnings(0);
+        let expected = format!("free in {}, but up to 1073741824 checkpoints", dir.path().display());
+        assert!(matches!(&tight[..], [line] if line.contains(&expected)), "{tight:?}");
     }
 
     #[test]

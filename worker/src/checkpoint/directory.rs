@@ -343,16 +343,29 @@ pub fn check_writable(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
 
 /// Checks that the file system of `dir`, or of its nearest existing parent, has room for `bytes` bytes.
 pub fn check_room(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
-    let Some(existing) = dir.ancestors().find(|ancestor| ancestor.exists()) else { return Ok(()) };
-    // A file system that does not report its free space is assumed to have enough.
-    let Ok(stat) = rustix::fs::statvfs(existing) else { return Ok(()) };
-    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
-    if stat.f_blocks == 0 || free >= bytes {
-        return Ok(());
-    }
+    let Some(free) = free(dir).filter(|free| *free < bytes) else { return Ok(()) };
     let [needed, free] = shortage_texts(bytes, free);
     let reason = format!("a checkpoint takes {needed}, but only {free} are free");
     Err(CheckpointError::Write { path: dir.into(), reason })
+}
+
+/// Returns a warning if `dir` has no room for as many checkpoints of `bytes` bytes as it is to hold at a time.
+pub fn room_warning(dir: &Path, bytes: u64, most: u64) -> Option<String> {
+    let present = scan(dir).map_or(0, |found| found.len() as u64);
+    let needed = bytes.saturating_mul(most.saturating_sub(present));
+    let [needed, free] = shortage_texts(needed, free(dir).filter(|free| *free < needed)?);
+    Some(format!(
+        "checkpoints: only {free} are free in {}, but up to {most} checkpoints are there at a time, which takes \
+         {needed} more: later ones will not be saved; see checkpoint.keep",
+        dir.display()
+    ))
+}
+
+/// Returns the free space of the file system of `dir`, or of its nearest existing parent; `None` if the file system
+/// does not report it.
+fn free(dir: &Path) -> Option<u64> {
+    let stat = rustix::fs::statvfs(dir.ancestors().find(|ancestor| ancestor.exists())?).ok()?;
+    (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
 /// Finds the newest checkpoint that `run` itself has saved in `dir`. Without one, returns `source`, the checkpoint that

@@ -52,6 +52,19 @@ impl CheckpointSection {
     pub fn resume_path(&self) -> Option<&Path> {
         (!["off", "auto"].contains(&self.resume.as_str())).then(|| Path::new(&self.resume))
     }
+
+    /// Returns the largest number of checkpoints that a run of `steps` steps has on disk at a time: those that are kept
+    /// and the next one, as old ones are deleted only after it is complete. `None` if the number is not limited.
+    pub fn most_at_a_time(&self, steps: u64) -> Option<u64> {
+        let saved = match (self.every, self.every_seconds > 0.0) {
+            (0, false) => Some(1),
+            (every, false) => Some(steps.div_ceil(every)),
+            (_, true) => None,
+        };
+        let is_limited = self.keep > 0 && self.keep_every == 0;
+        let kept = is_limited.then(|| (self.keep as u64).saturating_add(self.keep_best as u64 + 1));
+        saved.into_iter().chain(kept).min()
+    }
 }
 
 impl Default for CheckpointSection {
@@ -97,4 +110,25 @@ pub enum OnSaveError {
     Continue,
     /// End the attempt. The job is restarted if `launch.max_restarts` allows it, otherwise it ends with exit code 65.
     Stop,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disk_holds_the_kept_checkpoints_and_the_next() {
+        let most = |every, every_seconds, keep, keep_best| {
+            let section =
+                CheckpointSection { every, every_seconds, keep, keep_best, ..CheckpointSection::default() };
+            section.most_at_a_time(100)
+        };
+        assert_eq!(most(0, 0.0, 2, 0), Some(1));
+        assert_eq!(most(10, 0.0, 2, 0), Some(3));
+        assert_eq!(most(10, 0.0, 2, 1), Some(4));
+        assert_eq!(most(60, 0.0, 2, 0), Some(2));
+        assert_eq!(most(10, 0.0, 0, 0), Some(10));
+        assert_eq!(most(0, 60.0, 2, 0), Some(3));
+        assert_eq!(most(0, 60.0, 0, 0), None);
+    }
 }
