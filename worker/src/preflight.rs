@@ -483,7 +483,8 @@ mod tests {
         assert_eq!(warnings(1), [""; 0]);
         // Keeps all.
         let tight = warnings(0);
-        let expected = format!("free in {}, but up to 1073741824 checkpoints", dir.path().display());
+        let expected =
+            format!("free in {}, but it has to hold up to 1073741824 at a time", dir.path().display());
         assert!(matches!(&tight[..], [line] if line.contains(&expected)), "{tight:?}");
     }
 
