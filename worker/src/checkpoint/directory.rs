@@ -355,8 +355,8 @@ pub fn room_warning(dir: &Path, bytes: u64, most: u64) -> Option<String> {
     let needed = bytes.saturating_mul(most.saturating_sub(present));
     let [needed, free] = shortage_texts(needed, free(dir).filter(|free| *free < needed)?);
     Some(format!(
-        "checkpoints: only {free} are free in {}, but it has to hold up to {most} at a time, which takes {needed} more: \
-         later ones will not be saved; see checkpoint.keep",
+        "checkpoints: only {free} are free in {}, but it has to hold up to {most} at a time, which takes {needed} \
+         more: later ones will not be saved; see checkpoint.keep",
         dir.display()
     ))
 }
