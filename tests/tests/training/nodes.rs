@@ -121,7 +121,7 @@ fn sharded_optimizer_without_a_shared_directory_is_refused() {
     let ended = sharded.train("sharded");
     assert_eq!(ended.codes, [Some(2); 4]);
     assert!(ended.losses.is_empty());
-    for text in ["`comm.shard = ", "`job.output`", "ranks 2 to 3"] {
+    for text in ["`comm.shard = ", "`job.output`", "ranks 2-3 cannot"] {
         let all = ended.errors.len() == 4 && ended.errors.iter().all(|error| error.contains(text));
         assert!(all, "{text}: {:?}", ended.errors);
     }
