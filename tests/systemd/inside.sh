@@ -350,7 +350,9 @@ step "reload"
 # Limits of limits.conf(5).
 cp /usr/share/doc/xlaunch/pam-xlaunch /etc/pam.d/xlaunch
 printf 'alice hard nofile 12345\nalice - memlock 7000\n' > /etc/security/limits.d/test.conf
-limited=$(submit -- sh -c 'echo $(ulimit -H -n) $(ulimit -l)')
+limited=$(submit -- sh -c 'echo $(ulimit -H -n) $(ulimit -l); sleep 3')
+until_true "the start of job $limited" is_in "$limited" running
+expect "the time that its start may take" infinity "$(show TimeoutStartUSec "xlaunch-job-$limited.service")"
 expect_end "$limited" "done" 0
 expect "the limits of a job" "12345 7000" "$(as alice xlaunch logs "$limited")"
 rm /etc/pam.d/xlaunch

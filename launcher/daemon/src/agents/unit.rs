@@ -368,6 +368,8 @@ fn properties<'a>(start: &JobStart, input: OwnedFd) -> Vec<Property<'a>> {
     let mut properties = common_properties(description, Some(start.uid), &start.environment());
     properties.extend([
         ("Type", "exec".into()),
+        // With `PAMName`, some versions of systemd never consider the program started, and would end it after 90 s.
+        ("TimeoutStartUSec", u64::MAX.into()),
         // At a shutdown of the system, the last checkpoint is written before remote file systems are unmounted.
         ("After", vec!["remote-fs.target"].into()),
         ("StandardInputFileDescriptor", Fd::from(input).into()),
