@@ -43,7 +43,7 @@ pub enum Device {
     Cpu,
 }
 
-/// Where and how a command computes.
+/// Device and precision of a computation, and the memory that it may use.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
     /// Device to compute on.

@@ -13,6 +13,13 @@ pub struct Available {
     pub swap: u64,
 }
 
+impl Available {
+    /// Returns the memory and the swap space together.
+    pub fn with_swap(self) -> u64 {
+        self.memory.saturating_add(self.swap)
+    }
+}
+
 /// Total memory of the host, in bytes; `None` if the host does not report it.
 pub fn total() -> Option<u64> {
     total_of(&fs_err::read_to_string("/proc/meminfo").ok()?)

@@ -30,7 +30,7 @@ pub fn create_directories(path: &Path) -> io::Result<()> {
     fs_err::create_dir_all(path).map_err(explained)
 }
 
-/// Describes the first part of a path that exists and is no directory.
+/// Describes the first part of a path that exists but is not a directory.
 pub fn obstacle(path: &Path) -> Option<String> {
     let parts: Vec<&Path> = path.ancestors().filter(|part| !part.as_os_str().is_empty()).collect();
     let first = parts.into_iter().rev().find(|part| !part.is_dir())?;

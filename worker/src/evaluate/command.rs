@@ -26,7 +26,7 @@ pub struct Command {
     pub seq: Option<usize>,
     /// HellaSwag questions.
     pub hellaswag: Option<PathBuf>,
-    /// Where to compute.
+    /// Device and precision.
     pub target: Target,
 }
 

@@ -39,7 +39,7 @@ pub struct Command {
     pub seed: u64,
     /// The text ends before any of these.
     pub stop: Vec<String>,
-    /// Where to compute.
+    /// Device and precision.
     pub target: Target,
 }
 

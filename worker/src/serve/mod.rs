@@ -35,7 +35,7 @@ pub struct Command {
     pub tokenizer: Option<String>,
     /// Maximum number of tokens of a text; `None` for the model's context.
     pub context: Option<usize>,
-    /// Where to compute.
+    /// Device and precision.
     pub target: Target,
 }
 

@@ -37,8 +37,7 @@ impl HostNeeds {
 
 /// Bytes available for the buffers of each rank when `ranks` ranks train on the CPU.
 pub fn buffers_of_rank(available: Available, ranks: u32) -> u64 {
-    let all = available.memory.saturating_add(available.swap);
-    (all / u64::from(ranks.max(1))).saturating_sub(CPU_PROCESS)
+    (available.with_swap() / u64::from(ranks.max(1))).saturating_sub(CPU_PROCESS)
 }
 
 /// Bytes of state that this node saves. `state` is the size of the whole job's state, which has `world` ranks, `ranks`
@@ -89,20 +88,20 @@ pub fn plan(
         Err(_) if peers => Ok(MemoryUse::default()),
         found => found,
     };
-    let Some(Available { memory, swap }) = available else {
+    let Some(available) = available else {
         let MemoryUse { used, note } = snapshots(None)?;
         let buffers = if used { SaveBuffers::Snapshots } else { SaveBuffers::Copy };
         return Ok(MemoryPlan { buffers, note });
     };
     let HostNeeds { training, copy } = needs;
-    if training > memory.saturating_add(swap) {
-        let [needed, present] = shortage_texts(training, memory.saturating_add(swap));
+    if training > available.with_swap() {
+        let [needed, present] = shortage_texts(training, available.with_swap());
         return Err(format!(
             "the ranks of this node need {needed} of memory to train, but only {present} are available to them; \
              `xlaunch --dry-run` shows which keys of the configuration make the job smaller"
         ));
     }
-    let free = memory.saturating_sub(training);
+    let free = available.memory.saturating_sub(training);
     let MemoryUse { used, note } = snapshots(Some(free))?;
     if used {
         return Ok(MemoryPlan { buffers: SaveBuffers::Snapshots, note });

@@ -17,7 +17,7 @@ use clap::{ArgGroup, Args};
 use fs_err::File;
 use serde_json::Value;
 use xlaunch_data::chat;
-use xlaunch_host::memory;
+use xlaunch_host::memory::{self, Available};
 use xlaunch_spec::exit::ExitCode;
 use xlaunch_spec::job::Precision;
 use xlaunch_spec::refusal::Refusal;
@@ -145,8 +145,7 @@ pub(super) struct DeviceOptions {
 
 impl DeviceOptions {
     pub(super) fn target(&self) -> Target {
-        let available = memory::available();
-        let host_memory = available.map(|available| available.memory.saturating_add(available.swap));
+        let host_memory = memory::available().map(Available::with_swap);
         Target { device: self.device, precision: self.precision, host_memory }
     }
 }

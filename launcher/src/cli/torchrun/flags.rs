@@ -219,8 +219,10 @@ fn unknown(written: &str, name: &str) -> String {
         // A flag of torch.distributed.launch.
         return format!("unknown flag --{written}: omit it, as LOCAL_RANK is always in the environment");
     }
-    let similar = || nearest(name, all().map(|flag| flag.name));
-    let similar = || similar().filter(|(_, similarity)| *similarity > MIN_SIMILARITY).map(|(name, _)| name);
+    let similar = || {
+        let (name, similarity) = nearest(name, all().map(|flag| flag.name))?;
+        (similarity > MIN_SIMILARITY).then_some(name)
+    };
     described(&format!("--{written}"), of_other_launchers(name).or_else(similar))
 }
 

@@ -4,8 +4,8 @@
 
 use minijinja::value::{Value, ValueKind};
 
-use super::ASSISTANT;
 use super::json::field;
+use super::{ASSISTANT, message_of};
 
 pub(super) const INSTRUCTION: &str = "instruction";
 pub(super) const OUTPUT: &str = "output";
@@ -18,7 +18,7 @@ pub(crate) const FIELDS: [&str; 4] = [INSTRUCTION, INPUT, OUTPUT, HISTORY];
 /// Returns the messages up to the one that the row answers.
 ///
 /// # Errors
-/// The reason.
+/// If a field is not a string or a list of pairs, or the question is empty.
 pub(super) fn prompt(row: &Value) -> Result<Vec<Value>, String> {
     let mut messages = match field(row, HISTORY) {
         Some(history) => turns(&history)?,
@@ -29,24 +29,20 @@ pub(super) fn prompt(row: &Value) -> Result<Vec<Value>, String> {
     if question.is_empty() {
         return Err("`instruction` is empty".into());
     }
-    messages.push(message("user", question.join("\n").into()));
+    messages.push(message_of("user", question.join("\n").into()));
     Ok(messages)
 }
 
 /// Returns the message with this answer.
 ///
 /// # Errors
-/// If it is empty.
+/// If it is empty or not a string.
 pub(super) fn answer(text: Value, name: &str) -> Result<Value, String> {
     match text.as_str() {
         Some("") => Err(format!("`{name}` is empty")),
-        Some(_) => Ok(message(ASSISTANT, text)),
+        Some(_) => Ok(message_of(ASSISTANT, text)),
         None => Err(format!("`{name}` is a {}; expected a string", text.kind())),
     }
-}
-
-fn message(role: &str, text: Value) -> Value {
-    Value::from_pairs([("role", role.into()), ("content", text)])
 }
 
 fn text(row: &Value, name: &str) -> Result<String, String> {
@@ -72,7 +68,7 @@ fn turns(history: &Value) -> Result<Vec<Value>, String> {
         if question.as_str().is_none() || answer.as_str().is_none() {
             return Err(other());
         }
-        messages.extend([message("user", question), message(ASSISTANT, answer)]);
+        messages.extend([message_of("user", question), message_of(ASSISTANT, answer)]);
     }
     Ok(messages)
 }

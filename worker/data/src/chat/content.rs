@@ -7,8 +7,8 @@
 
 use minijinja::value::{Value, ValueKind};
 
-use super::ASSISTANT;
 use super::row::has_role;
+use super::{ASSISTANT, message_of};
 
 /// Text that a template writes as it is: it has neither letters nor white space.
 const MARK: &str = "7351902846";
@@ -54,17 +54,17 @@ impl ContentForms {
                 (false, false) => Form::Nothing,
             }
         };
-        let user = form(&|content| vec![message("user", content)]);
+        let user = form(&|content| vec![message_of("user", content)]);
         let question = || {
             let is_list = user == Form::Parts;
-            message("user", if is_list { list(&[("type", "text"), ("text", "a")]) } else { "a".into() })
+            message_of("user", if is_list { list(&[("type", "text"), ("text", "a")]) } else { "a".into() })
         };
         // Templates may leave out the messages of these roles.
         let other = |form: Form| if form == Form::Nothing { user } else { form };
         Self {
-            system: other(form(&|content| vec![message("system", content), question()])),
+            system: other(form(&|content| vec![message_of("system", content), question()])),
             user,
-            assistant: other(form(&|content| vec![question(), message(ASSISTANT, content)])),
+            assistant: other(form(&|content| vec![question(), message_of(ASSISTANT, content)])),
         }
     }
 
@@ -104,11 +104,7 @@ impl ContentForms {
 /// Returns a chat of texts, to probe templates with. Roles alternate, starting with the user.
 pub(super) fn probe(texts: &[&str]) -> Vec<Value> {
     let roles = ["user", ASSISTANT].into_iter().cycle();
-    roles.zip(texts).map(|(role, text)| message(role, Value::from(*text))).collect()
-}
-
-fn message(role: &str, content: Value) -> Value {
-    Value::from_pairs([("role", Value::from(role)), ("content", content)])
+    roles.zip(texts).map(|(role, text)| message_of(role, Value::from(*text))).collect()
 }
 
 fn with_content(message: &Value, content: Value) -> Value {

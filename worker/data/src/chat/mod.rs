@@ -4,7 +4,7 @@
 //! row of JSON --row--> messages --template--> text, spans of the assistant --encode--> ids, mask
 //!                                  \--> beginnings of the text --spans--/
 //! ```
-//! - `row` reads rows, with `alpaca` those of its form, and `weights` refuses those with weights that are not read;
+//! - `row` reads rows, `alpaca` those of instructions, and `weights` refuses those with weights that are not read;
 //! - `templates` finds the chat template of a tokenizer; `template` renders chats with it as Python's `transformers`
 //!   does; `rewrite` and `literals` prepare its source, `python` and `json` have what templates expect of Python, and
 //!   `content` converts messages to the form that a template accepts;
@@ -30,6 +30,11 @@ mod weights;
 
 /// The role of the model.
 pub(crate) const ASSISTANT: &str = "assistant";
+
+/// Returns a message of a role.
+fn message_of(role: &str, content: Value) -> Value {
+    Value::from_pairs([("role", Value::from(role)), ("content", content)])
+}
 
 /// Names of the fields of a row, apart from [`ALPACA_COLUMNS`], [`MEDIA`] and those of [`is_loss_key`].
 pub(crate) const CHAT_COLUMNS: &[&str] = &[

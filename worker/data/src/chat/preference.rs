@@ -5,12 +5,12 @@
 
 use minijinja::value::{Value, ValueKind};
 
-use super::ASSISTANT;
 use super::alpaca::{self, INSTRUCTION};
 use super::json::field;
 use super::row::{
     CHOSEN, REJECTED, Row, common_fields, conversations, has_role, keys, pair, system, variables,
 };
+use super::{ASSISTANT, message_of};
 
 /// Fields that hold the question in some data sets, beside answers that are strings.
 const QUESTIONS: [&str; 6] = ["question", "input", "query", "messages", "conversations", "trajectory"];
@@ -134,7 +134,7 @@ fn chats(row: &Value, better: &Value, worse: &Value) -> Result<[Vec<Value>; 3], 
     let mut asked = better;
     if asked.is_empty() && rest.iter().all(|rest| rest.first().is_some_and(|it| has_role(it, ASSISTANT))) {
         let question = prompt.filter(Value::is_true);
-        asked.extend(question.map(|text| Value::from_pairs([("role", "user".into()), ("content", text)])));
+        asked.extend(question.map(|text| message_of("user", text)));
     }
     if asked.is_empty() {
         return Err("`chosen` and `rejected` do not begin with the same message\nhelp: begin both with the question, or \

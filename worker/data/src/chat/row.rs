@@ -3,7 +3,7 @@
 use minijinja::value::{Value, ValueKind};
 
 use super::json::{field, parse_json};
-use super::{ASSISTANT, CHAT_COLUMNS, alpaca, weights};
+use super::{ASSISTANT, CHAT_COLUMNS, alpaca, message_of, weights};
 
 /// Fields of a message that may hold the model's thoughts. The first that it has is taken.
 const THOUGHT_FIELDS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
@@ -163,8 +163,7 @@ fn with_system(mut messages: Vec<Value>, system: Option<Value>) -> Result<Vec<Va
         _ if text.is_empty() => {}
         Some(true) => {}
         Some(false) => return Err("the row has a `system` and another message of that role".into()),
-        None => messages
-            .insert(0, Value::from_pairs([("role", Value::from("system")), ("content", Value::from(text))])),
+        None => messages.insert(0, message_of("system", Value::from(text))),
     }
     Ok(messages)
 }
